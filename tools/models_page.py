@@ -36,6 +36,9 @@ _FAMILIES: Final = {
     "Glm4MoeLiteForCausalLM": "GLM-4.7-Flash",
     "MiniMaxM2ForCausalLM": "MiniMax-M2",
     "DeepseekV3ForCausalLM": "DeepSeek-V3, R1, V3.1; Kimi-K2",
+    "Qwen3NextForCausalLM": "Qwen3-Next 80B-A3B",
+    "Qwen3_5ForCausalLM": "Qwen3.5 (text): 2B to 27B",
+    "Qwen3_5MoeForCausalLM": "Qwen3.5 (text): 35B-A3B, 122B-A10B, 397B-A17B",
     "GptOssForCausalLM": "GPT-OSS 20B, 120B",
 }
 _TESTS: Final = {
@@ -73,6 +76,12 @@ holds heads, and computes with it as it is, in prefill too.
 
 **KV heads of two kinds** (Gemma 4) are dealt in units that all layers have: their largest common divisor, 4 for 31B
 and 2 for 26B-A4B. A layer with more KV heads has several in each unit.
+
+**Gated delta rule** (Qwen3-Next, Qwen3.5): most layers keep states of each sequence in place of keys and values, 75 MB
+for Qwen3-Next. Ranks hold them for as many sequences as `maxNumSeqs` says, which is counted in their memory, and have
+the heads that are dealt in proportion to KV heads. An eighth of the memory that is left for the KV cache is for
+snapshots of states, and a prefix hit rounds down to one. torch computes the rule on all devices, so steps run operator
+by operator.
 
 **Experts that all tokens share** are dealt in proportion to KV heads; routed experts are dealt whole.
 
@@ -116,6 +125,8 @@ def _parts(traits: Architecture) -> Collection[str]:
     experts = traits.experts
     parts = {
         "latent attention": traits.is_latent,
+        "gated delta rule": traits.delta is not None,
+        "gated attention": traits.is_gated,
         "sinks": traits.has_sinks,
         "windows": traits.sliding.value != "none" and traits.use_sliding_window,
         "layers without rotation": traits.no_rope_layer_interval is not None,
@@ -127,7 +138,7 @@ def _parts(traits: Architecture) -> Collection[str]:
         "norms of sums": bool(traits.norms.sums),
         "soft caps": traits.final_logit_softcapping is not None,
         "experts": experts is not None,
-        "shared experts": experts is not None and experts.has_shared,
+        "shared experts": experts is not None and (experts.has_shared or bool(experts.shared_intermediate_size)),
         "sigmoid routing": experts is not None and experts.routing.score == "sigmoid",
     }
     return [part for part, has in parts.items() if has]

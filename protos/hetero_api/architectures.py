@@ -48,6 +48,8 @@ class ExpertTraits:
     """The field that says how wide an expert is."""
     has_shared: bool = False
     """n_shared_experts more experts serve all tokens; together they are one wide one."""
+    shared_intermediate_size: str | None = None
+    """The field that says how wide the expert of all tokens is, where n_shared_experts does not; 0: there is none."""
     first_k_dense_replace: int = 0
     biased: bool = False
     enabled: str | None = None
@@ -55,6 +57,16 @@ class ExpertTraits:
     dense_beside: bool = False
     """The dense MLP of a layer with experts serves all tokens beside them."""
     norms: ExpertNorms | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaTraits:
+    """Layers with the gated delta rule of one architecture. Names of fields are those of config.json."""
+
+    full_attention_interval: int = 4
+    """Every so many layers one has attention, where config.json gives no layer_types."""
+    by_head: bool = False
+    """As in DeltaShape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +112,10 @@ class Architecture:
     """Attention is multi-head latent attention."""
     has_sinks: bool = False
     """A learned score of each head takes part in the softmax of attention."""
+    is_gated: bool = False
+    """Attention's results are multiplied by the sigmoid of gates, which are stored beside each query head."""
+    delta: DeltaTraits | None = None
+    """Most layers have the gated delta rule in place of attention."""
     sliding: SlidingLayers = SlidingLayers.NONE
     use_sliding_window: bool = True
     sliding_window_pattern: int = 1
@@ -125,6 +141,13 @@ _MIXTRAL_NAMES: Final = ExpertNames(
     "block_sparse_moe", gate="w1", up="w3", down="w2", correction="e_score_correction_bias"
 )
 _SIGMOID: Final = Routing(score="sigmoid", corrected=True)
+_QWEN3_5: Final = Architecture(
+    qk_norm="head", norm_offset=1.0, head_dim=256, partial_rotary_factor=0.25, is_gated=True, delta=DeltaTraits()
+)
+_GATED_EXPERTS: Final = ExpertTraits(
+    ExpertNames(shared="shared_expert", shared_gate="shared_expert_gate"),
+    shared_intermediate_size="shared_expert_intermediate_size",
+)
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "LlamaForCausalLM": Architecture(),
@@ -268,6 +291,9 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         ),
         expects={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     ),
+    "Qwen3NextForCausalLM": replace(_QWEN3_5, delta=DeltaTraits(by_head=True), experts=_GATED_EXPERTS),
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5MoeForCausalLM": replace(_QWEN3_5, experts=_GATED_EXPERTS, expects={"norm_topk_prob": True}),
     "GptOssForCausalLM": Architecture(
         attention_bias=True,
         activation="clamped_swiglu",

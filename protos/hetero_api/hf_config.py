@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +25,7 @@ from hetero_api.errors import ModelError
 from hetero_api.model_directory import MAX_CONFIG_BYTES, parse_json, read_model_file
 from hetero_api.model_parts import (
     Activation,
+    DeltaShape,
     ExpertsConfig,
     KvShape,
     LatentShape,
@@ -43,11 +44,14 @@ _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
 _K_IS_V: Final = "attention_k_eq_v"
 _MLP_KINDS: Final = ("dense", "sparse")
+_LINEAR: Final = "linear_attention"
 _MAX_WINDOW_LAYERS: Final = 28
 _LARGEST: Final[Mapping[str, int]] = {
     "num_hidden_layers": 10_000, **dict.fromkeys(_EXPERT_COUNTS, 65_536), "n_shared_experts": 256,
     "num_attention_heads": 65_536, "num_key_value_heads": 65_536, "vocab_size": 1 << 24,
     **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"), 65_536),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 65_536), "linear_conv_kernel_dim": 256,
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 65_536),
 }  # fmt: skip
 """Counts by which lists are made, and far more than any model has."""
 _LARGEST_OTHER: Final = 1 << 31
@@ -243,6 +247,42 @@ class HfConfig:
             value_dim=self.positive("v_head_dim"),
         )
 
+    def delta(self, *, kv_heads: int) -> DeltaShape | None:
+        """Return the layers with the gated delta rule; None where there are none.
+
+        Their heads are dealt with the `kv_heads` of attention.
+        """
+        traits = self.traits.delta
+        layers = self._delta_layers(traits.full_attention_interval) if traits is not None else ()
+        if traits is None or not layers:
+            return None
+        key_heads, value_heads = self.positive("linear_num_key_heads"), self.positive("linear_num_value_heads")
+        if value_heads % key_heads:
+            raise self.error(
+                f"linear_num_value_heads ({value_heads}) is no multiple of linear_num_key_heads ({key_heads})"
+            )
+        if key_heads < kv_heads:
+            raise self.error(
+                f"linear_num_key_heads ({key_heads}) is less than num_key_value_heads ({kv_heads}), with which "
+                "they are dealt to ranks"
+            )
+        return DeltaShape(
+            layers=layers,
+            key_heads=key_heads,
+            value_heads=value_heads,
+            key_dim=self.positive("linear_key_head_dim"),
+            value_dim=self.positive("linear_value_head_dim"),
+            taps=self._whole("linear_conv_kernel_dim", 4, at_least=2),
+            by_head=traits.by_head,
+        )
+
+    def dense_width(self) -> int:
+        """Return the columns of a dense layer's MLP; those of an expert where no layer is dense and none are given."""
+        experts = self.experts()
+        if experts is None or len(experts.layers) < self.positive("num_hidden_layers"):
+            return self.positive("intermediate_size")
+        return self.positive("intermediate_size", default=experts.intermediate_size)
+
     def score_factor(self) -> float:
         """Return what scores of attention are multiplied by for longer contexts, beside their usual scale."""
         scaling = self._rope_fields(_FULL) or self._mapping("rope_scaling")
@@ -265,6 +305,8 @@ class HfConfig:
         shared = self._whole("n_shared_experts", 1, at_least=0) * width if traits.has_shared else 0
         if traits.dense_beside:
             shared = self.positive("intermediate_size")
+        if traits.shared_intermediate_size is not None:
+            shared = self._whole(traits.shared_intermediate_size, None, at_least=0)
         return ExpertsConfig(
             number=number,
             per_token=per_token,
@@ -334,11 +376,18 @@ class HfConfig:
             raise self.error(f"mlp_only_layers must list layers, not {shown(dense)}")
         return tuple(i for i in range(first, number) if (i + 1) % step == 0 and i not in dense)
 
+    def _delta_layers(self, interval: int) -> tuple[int, ...]:
+        number = self.positive("num_hidden_layers")
+        kinds = self._layer_types(number, (_FULL, _LINEAR))
+        if kinds is not None:
+            return tuple(i for i, kind in enumerate(kinds) if kind == _LINEAR)
+        interval = self.positive("full_attention_interval", default=interval)
+        return tuple(i for i in range(number) if (i + 1) % interval)
+
     def _sliding_layers(self) -> tuple[int, ...]:
         number = self.positive("num_hidden_layers")
-        kinds = self.fields.get("layer_types")
+        kinds = self._layer_types(number, (_FULL, _SLIDING))
         if kinds is not None:
-            self._check_layer_types(kinds, number)
             return tuple(i for i, kind in enumerate(kinds) if kind == _SLIDING)
         match self.traits.sliding:
             case SlidingLayers.ALL:
@@ -356,12 +405,17 @@ class HfConfig:
             case SlidingLayers.NONE:
                 return ()
 
-    def _check_layer_types(self, kinds: Any, number: int) -> None:
+    def _layer_types(self, number: int, supported: Sequence[str]) -> Sequence[str] | None:
+        """Return the kind of each layer, one of those supported; None where config.json does not say."""
+        kinds = self.fields.get("layer_types")
+        if kinds is None:
+            return None
         if not isinstance(kinds, list) or len(kinds) != number:
             raise self.error(f"layer_types must list a kind for each of the {number} layers")
-        unknown = sorted({str(kind) for kind in kinds} - {_FULL, _SLIDING})
+        unknown = sorted({str(kind) for kind in kinds} - {*supported})
         if unknown:
-            raise self.error(f"layer_types {', '.join(unknown)} are not supported; supported: {_FULL}, {_SLIDING}")
+            raise self.error(f"layer_types {', '.join(unknown)} are not supported; supported: {', '.join(supported)}")
+        return kinds
 
     def _sliding_rope(self) -> RopeConfig:
         """Where config.json tells both kinds of layers apart, the sliding ones' own; else everybody's."""

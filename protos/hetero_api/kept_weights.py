@@ -10,9 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
+from typing import Final
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.weight_format import COLUMN_UNIT, SCALE_BYTES, WIDTH_BYTES, StoredWeights, WeightFormat
+
+FLOAT_BYTES: Final = 4
+"""Bytes of what is kept in float32 in any arithmetic type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +85,37 @@ class KeptWeights:
         hidden, width, latent = config.hidden_size, config.output_unit, config.latent
         columns = ceil(width * self.layers.column_bytes(hidden, unit=width))
         if latent is None:
-            heads = config.group_size + 2 * config.kv_heads_a_unit
-            return heads * config.head_dim * self.layers.row_bytes(hidden) + columns
+            rows = (1 + config.gated_attention) * config.group_size + 2 * config.kv_heads_a_unit
+            return rows * config.head_dim * self.layers.row_bytes(hidden) + columns
         queries = latent.query_dim * self.layers.row_bytes(latent.query_rank or hidden)
         by_head = latent.rank * (latent.nope_dim + latent.value_dim) * self._kept(None).float_bytes
         return queries + by_head + columns
+
+    def delta_head_bytes(self, config: ModelConfig) -> int:
+        """Return the bytes of a key head of the gated delta rule with its value heads; 0 for a model without.
+
+        Its gates stay floats; the convolution and what decays are float32.
+        """
+        delta, hidden = config.delta, config.hidden_size
+        if delta is None:
+            return 0
+        values = delta.group * delta.value_dim
+        rows = (delta.channels + values) * self.layers.row_bytes(hidden)
+        columns = ceil(values * self.layers.column_bytes(hidden, unit=values))
+        gates = 2 * delta.group * self._kept(None).row_bytes(hidden)
+        return rows + columns + gates + FLOAT_BYTES * (delta.channels * delta.taps + 2 * delta.group)
+
+    def layer_head_bytes(self, config: ModelConfig, layer: int) -> float:
+        """Return the bytes of one KV head of a layer, or of the heads of the gated delta rule that go with it."""
+        if (delta := config.delta) is None or layer not in delta.layers:
+            return self.head_bytes(config.of_layer(layer))
+        return self.delta_head_bytes(config) * delta.key_heads / config.num_kv_heads
+
+    def mean_head_bytes(self, config: ModelConfig) -> float:
+        """Return the bytes of attention that go with one KV head, as the mean of layers with and without attention."""
+        if config.delta is None:
+            return self.head_bytes(config)
+        return sum(self.layer_head_bytes(config, i) for i in range(config.num_layers)) / config.num_layers
 
     def column_bytes(self, *, hidden: int) -> int:
         """Return the bytes of an MLP column: rows of gate and up, and a column of down."""
@@ -100,6 +130,9 @@ class KeptWeights:
         """Return the bytes of a layer, whatever is owned of it: beside columns of o and down, and what compresses."""
         hidden, units = config.hidden_size, {config.of_layer(i).output_unit for i in range(config.num_layers)}
         output = max(self.layers.row_bytes_beside(config.num_kv_heads * unit, unit=unit) for unit in units)
+        if (delta := config.delta) is not None:
+            inputs, unit = delta.value_heads * delta.value_dim, delta.group * delta.value_dim
+            output = max(output, self.layers.row_bytes_beside(inputs, unit=unit))
         widths = {config.intermediate_size, config.shared_columns}
         down = max(self.layers.row_bytes_beside(width, unit=COLUMN_UNIT) for width in widths)
         return hidden * (output + down) + self.compressing_bytes(config)

@@ -25,6 +25,7 @@ from hetero_api.model_parts import (
     NO_ROTATION,
     USUAL_NORMS,
     Activation,
+    DeltaShape,
     ExpertsConfig,
     LatentShape,
     NormNames,
@@ -88,6 +89,10 @@ class ModelConfig:
     """Factor of attention scores beside the root."""
     has_sinks: bool = False
     """Whether a learned score of each head takes part in the softmax of attention."""
+    gated_attention: bool = False
+    """Whether attention's results are multiplied by the sigmoid of gates, which are stored beside each query head."""
+    delta: DeltaShape | None = None
+    """Layers with the gated delta rule in place of attention; None: there are none."""
     fused_gate_up: bool = False
     """Whether a dense layer's gate and up projections are stored as one tensor, gate first."""
     experts: ExpertsConfig | None = None
@@ -135,6 +140,16 @@ class ModelConfig:
     def output_unit(self) -> int:
         """Inputs of attention's output projection that go with one KV head."""
         return self.group_size * self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def delta_layers(self) -> tuple[int, ...]:
+        """Layers with the gated delta rule, ascending."""
+        return self.delta.layers if self.delta is not None else ()
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers with attention, ascending."""
+        return tuple(i for i in range(self.num_layers) if i not in self.delta_layers)
 
     def cached_elements(self, kv_heads: int) -> int:
         """Return the elements that a rank with so many KV heads of a layer caches for a token."""
@@ -186,12 +201,26 @@ class ModelConfig:
 
     @property
     def attention_params_per_kv_head(self) -> int:
-        """Weights of attention that go with one KV head, in one layer."""
+        """Weights of attention, or of what replaces it, that go with one KV head: in one layer, on average."""
+        layers = len(self.attention_layers) * self._attention_params_per_head * self.num_kv_heads
+        return (layers + self._delta_parameters) // (self.num_layers * self.num_kv_heads)
+
+    @property
+    def _attention_params_per_head(self) -> int:
         latent = self.latent
         if latent is None:
-            return self.hidden_size * self.head_dim * (2 * self.group_size + 2 * self.kv_heads_a_unit)
+            heads = (2 + self.gated_attention) * self.group_size + 2 * self.kv_heads_a_unit
+            return self.hidden_size * self.head_dim * heads
         queries = (latent.query_rank or self.hidden_size) * latent.query_dim
         return queries + latent.rank * (latent.nope_dim + latent.value_dim) + self.hidden_size * latent.value_dim
+
+    @property
+    def _delta_parameters(self) -> int:
+        """Number of parameters of all layers with the gated delta rule, but for their MLPs and norms of the stream."""
+        delta = self.delta
+        if delta is None:
+            return 0
+        return len(delta.layers) * (delta.key_heads * delta.params_per_head(self.hidden_size) + delta.value_dim)
 
     @property
     def attention_params_beside(self) -> int:
@@ -212,27 +241,35 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Weights of the whole model, tied embeddings once, biases and norms included."""
-        layers = sum(self.of_layer(i)._attention_parameters for i in range(self.num_layers)) + self._mlp_parameters
+        attention = sum(self.of_layer(i)._attention_parameters for i in self.attention_layers)
+        norms = len(self.delta_layers) * self._norm_parameters
+        layers = attention + self._delta_parameters + norms + self._mlp_parameters
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return layers + embeddings + self.hidden_size
 
     @property
+    def _norm_parameters(self) -> int:
+        """Number of parameters of a layer's norms of the residual stream."""
+        return (2 + len(self.norms.sums)) * self.hidden_size
+
+    @property
     def _attention_parameters(self) -> int:
         """Number of parameters of a layer's attention and norms."""
-        attention = self.attention_params_per_kv_head * self.num_kv_heads + self.attention_params_beside
+        attention = self._attention_params_per_head * self.num_kv_heads + self.attention_params_beside
         if self.keys_are_values:
             attention -= self.hidden_size * self.num_kv_heads * self.kv_heads_a_unit * self.head_dim
         biases = self.qkv_bias * self._qkv_width + self.o_bias * self.hidden_size
         sinks = self.num_heads * self.has_sinks
-        norms = (2 + len(self.norms.sums)) * self.hidden_size + self._qk_norm_parameters
+        norms = self._norm_parameters + self._qk_norm_parameters
         return attention + biases + sinks + norms + self.layer_scalars
 
     @property
     def _qkv_width(self) -> int:
         """Number of a layer's biases of attention's inputs, if it has them."""
         if self.latent is None:
+            queries = (1 + self.gated_attention) * self.num_heads
             kv_heads = self.num_kv_heads * self.kv_heads_a_unit
-            return (self.num_heads + (1 if self.keys_are_values else 2) * kv_heads) * self.head_dim
+            return (queries + (1 if self.keys_are_values else 2) * kv_heads) * self.head_dim
         return (self.latent.query_rank or 0) + self.latent.cached_dim
 
     @property
@@ -261,7 +298,7 @@ class ModelConfig:
             return 0
         biases = experts.biased * (2 * experts.intermediate_size + self.hidden_size)
         router = self.hidden_size + experts.routing.biased + experts.routing.corrected + experts.routing.scaled
-        shared = self.mlp_params_per_column * experts.shared_columns
+        shared = self.mlp_params_per_column * experts.shared_columns + self.hidden_size * experts.has_shared_gate
         norms = self.hidden_size * (experts.routing.scaled + (3 if experts.norms is not None else 0))
         return experts.number * (self.params_per_expert + biases + router) + shared + norms
 
@@ -324,7 +361,7 @@ class ModelConfig:
             architecture=fields.architecture,
             num_layers=fields.positive("num_hidden_layers"),
             hidden_size=hidden,
-            intermediate_size=fields.positive("intermediate_size"),
+            intermediate_size=fields.dense_width(),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -352,6 +389,8 @@ class ModelConfig:
             latent=latent,
             score_factor=fields.score_factor(),
             has_sinks=traits.has_sinks,
+            gated_attention=traits.is_gated,
+            delta=fields.delta(kv_heads=num_kv_heads),
             fused_gate_up=traits.fused_gate_up,
             experts=fields.experts(),
             kv_heads_a_unit=kv_heads_a_unit,

@@ -176,6 +176,59 @@ class LatentShape:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """Layers with the gated delta rule (arXiv:2412.06464) in place of attention: a state for each sequence, no keys and
+    values for each token.
+
+    Each key head has the queries and keys of `group` value heads. A causal convolution over `taps` tokens comes before
+    the rule.
+    """
+
+    layers: tuple[int, ...]
+    """Ascending."""
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    by_head: bool = False
+    """Whether projections are stored as one tensor of key heads, each with its queries, keys, values and gates."""
+
+    @property
+    def group(self) -> int:
+        """Value heads a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def channels(self) -> int:
+        """Elements of a key head that the convolution mixes: its queries, keys and values."""
+        return 2 * self.key_dim + self.group * self.value_dim
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of a key head's state."""
+        return self.group * self.key_dim * self.value_dim
+
+    @property
+    def window_elements(self) -> int:
+        """Elements of a key head's inputs to the convolution that the next token needs."""
+        return self.channels * (self.taps - 1)
+
+    def heads_of(self, begin: int, end: int, *, of: int) -> tuple[int, int]:
+        """Return the range of key heads that is dealt with the KV heads [begin, end) of `of`."""
+        return begin * self.key_heads // of, end * self.key_heads // of
+
+    def most_heads(self, kv_heads: int, *, of: int) -> int:
+        """Return the most key heads that are dealt with so many KV heads of `of`."""
+        return kv_heads * -(-self.key_heads // of)
+
+    def params_per_head(self, hidden_size: int) -> int:
+        """Return the weights of one key head, in one layer."""
+        projections = 2 * self.key_dim + 3 * self.group * self.value_dim + 2 * self.group
+        return hidden_size * projections + self.channels * self.taps + 2 * self.group
+
+
+@dataclass(frozen=True, slots=True)
 class NormNames:
     """Names of a layer's norms in a checkpoint, below `model.layers.<layer>.`."""
 
@@ -207,6 +260,8 @@ class ExpertNames:
     """Bias of the choice, below the block, if the model has one."""
     shared: str = "shared_experts"
     """Experts of all tokens, below the block, if the model has them."""
+    shared_gate: str | None = None
+    """Row whose product's sigmoid is the factor of the experts of all tokens, below the block; None: there is none."""
     stacked: bool = False
     rows_first: bool = False
 
@@ -272,3 +327,8 @@ class ExpertsConfig:
     """Whether an expert's projections have biases."""
     norms: ExpertNorms | None = None
     """Norms of experts apart from those of the expert of all tokens; None: they share the layer's."""
+
+    @property
+    def has_shared_gate(self) -> bool:
+        """Whether the expert of all tokens has a factor of its own for each token."""
+        return bool(self.shared_columns) and self.names.shared_gate is not None

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from hetero_api.kept_weights import KeptWeights
+from hetero_api.kept_weights import FLOAT_BYTES, KeptWeights
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import RankShard
 
@@ -35,6 +35,12 @@ EXPERT_ROWS: Final = 128
 """Tokens that go through an expert at a time, at most: it bounds memory however unevenly tokens are routed."""
 SCORES_AT_ONCE: Final = 1 << 24
 """Scores of latent attention that torch makes at a time, if one row has fewer."""
+DELTA_CHUNK: Final = 64
+"""Tokens of a sequence whose gated delta rule torch computes at a time."""
+SEQUENCES_AT_ONCE: Final = 16
+"""Sequences that decode whose states torch computes at a time."""
+SNAPSHOT_PART: Final = 8
+"""One part in so many of the memory that is left for the KV cache is for snapshots of states, if layers keep states."""
 LOGITS_AT_ONCE: Final = 3
 """Logits, scores made of them, and noise."""
 WORKSPACE_MARGIN: Final = 0.125
@@ -44,7 +50,6 @@ WORKSPACE_MARGIN_BYTES: Final = 16 * 1024**2
 
 LOGIT_BYTES: Final = 4
 """Logits are float32."""
-_FLOAT_BYTES: Final = 4
 _ROUTER_BYTES: Final = 4
 """Routers compute in float32, and are kept as wide as they are stored, at most so."""
 CHOICES_AT_ONCE: Final = 4096
@@ -135,15 +140,18 @@ class ModelMemory:
         heads.
         """
         config = self.config
-        rows = (config.group_size + 2 * config.kv_heads_a_unit) * config.head_dim
+        rows = ((1 + config.gated_attention) * config.group_size + 2 * config.kv_heads_a_unit) * config.head_dim
         biases = rows if config.qkv_bias and config.latent is None else 0
-        sinks = config.group_size * _FLOAT_BYTES if config.has_sinks else 0
+        sinks = config.group_size * FLOAT_BYTES if config.has_sinks else 0
         norms = (config.group_size + config.kv_heads_a_unit) * config.head_dim if config.qk_norm else 0
         return self.kept.head_bytes(config) + biases * self.element_bytes + norms * self._norm_bytes + sinks
 
     def attention_weights(self, layer: int, kv_heads: int) -> int:
-        """Return the bytes of so many KV heads, or units of them, of a layer."""
-        return kv_heads * replace(self, config=self.config.of_layer(layer)).head_weights
+        """Return the most bytes of so many KV heads, or units of them, of a layer, or of what is dealt with them."""
+        delta = self.config.delta
+        if delta is None or layer not in delta.layers:
+            return kv_heads * replace(self, config=self.config.of_layer(layer)).head_weights
+        return delta.most_heads(kv_heads, of=self.config.num_kv_heads) * self.kept.delta_head_bytes(self.config)
 
     @property
     def column_weights(self) -> int:
@@ -178,6 +186,8 @@ class ModelMemory:
             width = (latent.query_rank or 0) + latent.cached_dim
             norms += width * self._norm_bytes
             biases += config.qkv_bias * width
+        if config.delta is not None:
+            norms += config.delta.value_dim * FLOAT_BYTES
         return norms + biases * self.element_bytes + self.kept.layer_bytes(config)
 
     @property
@@ -194,6 +204,12 @@ class ModelMemory:
         routing, hidden = experts.routing, self.config.hidden_size
         columns = hidden + routing.biased + routing.corrected + routing.scaled
         return (experts.number * columns + hidden * routing.scaled) * _ROUTER_BYTES
+
+    @property
+    def shared_gate_weights(self) -> int:
+        """Return the bytes of one layer whose expert of all tokens has a factor, if a rank has columns of it."""
+        experts = self.config.experts
+        return self.config.hidden_size * FLOAT_BYTES if experts is not None and experts.has_shared_gate else 0
 
     @property
     def common_weights(self) -> int:
@@ -217,12 +233,13 @@ class ModelMemory:
         shared = sum(layer.mlp_columns.size for number, layer in enumerate(layers) if number in sparse)
         compressing = sum(not layer.is_empty for layer in layers) * self.kept.compressing_bytes(self.config)
         routers = sum(bool(layer.experts.size) for layer in layers) * self.router_weights
+        gated = [layer for number, layer in enumerate(layers) if number in sparse and layer.mlp_columns.size]
+        attention = sum(self.attention_weights(i, layer.kv_heads.size) for i, layer in enumerate(layers))
         norms = sum(not layer.is_empty for layer in layers) * self.layer_weights - compressing
         return WeightParts(
-            attention=compressing
-            + sum(self.attention_weights(i, layer.kv_heads.size) for i, layer in enumerate(layers)),
+            attention=attention + compressing,
             dense=(columns - shared) * self.column_weights,
-            shared=shared * self.column_weights,
+            shared=shared * self.column_weights + len(gated) * self.shared_gate_weights,
             experts=sum(layer.experts.size for layer in layers) * self.expert_weights,
             vocabulary=rows * self.row_weights,
             other=self.common_weights + norms + routers,
@@ -233,11 +250,26 @@ class ModelMemory:
     def kv_cost(self, shard: RankShard) -> KvCost:
         """Return the cost of a token position on a rank with this shard."""
         config = self.config
-        elements = sum(config.of_layer(i).cached_elements(s.kv_heads.size) for i, s in enumerate(shard.layers))
+        layers = ((i, layer) for i, layer in enumerate(shard.layers) if i not in config.delta_layers)
+        elements = sum(config.of_layer(i).cached_elements(layer.kv_heads.size) for i, layer in layers)
         return KvCost(
             cache_bytes=elements * (self.cache_element_bytes or self.element_bytes),
             scratch_bytes=_most_heads(shard) * config.group_size * _DECODE_SCRATCH_BYTES * len(set(config.windows)),
         )
+
+    def state_bytes(self, shard: RankShard) -> int:
+        """Return the bytes of the states of all sequences that may run, in layers with the gated delta rule."""
+        return self.limits.max_num_seqs * self.snapshot_bytes(shard)
+
+    def snapshot_bytes(self, shard: RankShard) -> int:
+        """Return the most bytes of one sequence's states."""
+        config, delta = self.config, self.config.delta
+        if delta is None:
+            return 0
+        one_head = (delta.state_elements + delta.window_elements) * FLOAT_BYTES
+        own = (layer.kv_heads.size for i, layer in enumerate(shard.layers) if i in delta.layers)
+        heads = sum(delta.most_heads(kv_heads, of=config.num_kv_heads) for kv_heads in own)
+        return heads * one_head
 
     # --- one step, beside weights and cache -------------------------------------------------------------
 
@@ -252,10 +284,10 @@ class ModelMemory:
         if config.latent is not None:
             gathered = 2 * self.limits.max_model_len * config.head_dim * self._gathered_bytes
             scores = min(config.num_heads * pairs, max(SCORES_AT_ONCE, config.num_heads * self.limits.max_model_len))
-            return masks + gathered + _FLOAT_BYTES * _CAPPED_SCORES_AT_ONCE * scores + self._compressed_of_step
+            return masks + gathered + FLOAT_BYTES * _CAPPED_SCORES_AT_ONCE * scores + self._compressed_of_step
         if config.attention_soft_cap is None and not config.has_sinks:
             return masks
-        return masks + _FLOAT_BYTES * _CAPPED_SCORES_AT_ONCE * config.group_size * pairs
+        return masks + FLOAT_BYTES * _CAPPED_SCORES_AT_ONCE * config.group_size * pairs
 
     @property
     def _compressed_of_step(self) -> int:
@@ -287,9 +319,9 @@ class ModelMemory:
         hidden, width, rows = config.hidden_size, experts.intermediate_size, min(tokens, EXPERT_ROWS)
         choices = min(tokens * experts.per_token, max(CHOICES_AT_ONCE, experts.per_token))
         one_by_one = self.element_bytes * rows * (3 * hidden + 4 * width)
-        together = choices * (3 * width * self.element_bytes + hidden * _FLOAT_BYTES)
+        together = choices * (3 * width * self.element_bytes + hidden * FLOAT_BYTES)
         terms = max(ROUTER_TERMS_AT_ONCE, experts.number * hidden)
-        router = _FLOAT_BYTES * (3 * terms + tokens * 8 * experts.number)
+        router = FLOAT_BYTES * (3 * terms + tokens * 8 * experts.number)
         own_norms = 0 if experts.norms is None else 4  # its own input, and two sums that travel together
         return self.element_bytes * (2 + own_norms) * tokens * hidden + max(one_by_one, together) + router
 
@@ -337,23 +369,43 @@ class ModelMemory:
     @property
     def _norm_bytes(self) -> int:
         """Return the bytes of an element of a norm's weight: one that has an offset is kept in float32."""
-        return _FLOAT_BYTES if self.config.norm_offset else self.element_bytes
+        return FLOAT_BYTES if self.config.norm_offset else self.element_bytes
 
     def _residual_of(self, rows: int) -> int:
         """Return the bytes of the residual stream: on every rank."""
         return 3 * rows * self.config.hidden_size * self.element_bytes
 
     def _head_of(self, rows: int) -> int:
-        """Return the bytes of one KV head of a layer: its queries, keys and values, thrice."""
+        """Return the bytes of one KV head of a layer: its queries, keys and values, thrice; or of the key heads of the
+        gated delta rule that are dealt with it.
+        """
         config, latent = self.config, self.config.latent
         if latent is None:
-            width = self._most(lambda config: (config.group_size + 2 * config.kv_heads_a_unit) * config.head_dim)
-            return (4 if config.value_norm else 3) * rows * width * self.element_bytes
+            width = self._most(
+                lambda config: (
+                    ((1 + config.gated_attention) * config.group_size + 2 * config.kv_heads_a_unit) * config.head_dim
+                )
+            )
+            attention = (4 if config.value_norm else 3) * rows * width * self.element_bytes
+            return max(attention, self._delta_of(rows))
         return rows * (3 * latent.query_dim + 3 * latent.cached_dim + 2 * latent.value_dim) * self.element_bytes
 
     def _most(self, elements: Callable[[ModelConfig], int]) -> int:
         """Return the most of what layers have."""
         return max(elements(self.config.of_layer(i)) for i in range(self.config.num_layers))
+
+    def _delta_of(self, rows: int) -> int:
+        """Return the bytes of the gated delta rule for one KV head, if the model has it."""
+        delta = self.config.delta
+        if delta is None:
+            return 0
+        values = delta.group * delta.value_dim
+        inputs = rows * (delta.channels + 2 * values) * self.element_bytes
+        widened = rows * (3 * delta.channels + 4 * delta.group * delta.key_dim + 6 * values)
+        states = 3 * SEQUENCES_AT_ONCE * delta.state_elements
+        chunks = 6 * delta.group * DELTA_CHUNK * DELTA_CHUNK
+        one_head = inputs + FLOAT_BYTES * (widened + states + chunks)
+        return delta.most_heads(1, of=self.config.num_kv_heads) * one_head
 
     def _column_of(self, rows: int) -> int:
         """Return the bytes of one MLP column of a layer."""

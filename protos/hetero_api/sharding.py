@@ -1,8 +1,9 @@
 """Who owns what of a model: the ShardPlan, read by the loader, the layers and the tests.
 
 For every decoder layer and rank the plan holds an integer range of KV heads (each with its group of query
-heads) and of MLP columns or experts, and for every rank a range of the embedding's vocabulary rows and one of the
-output head's. Ranges may be uneven and empty; over the ranks they are disjoint, ascending, and their union is exact.
+heads; in layers of the gated delta rule, the heads of that rule that are dealt with it) and of MLP columns or experts,
+and for every rank a range of the embedding's vocabulary rows and one of the output head's. Ranges may be uneven and
+empty; over the ranks they are disjoint, ascending, and their union is exact.
 `ShardPlan.validate` proves it.
 
 Which ranks work on a layer follows from what they own of it, and so does the pipeline: `ShardPlan.stages`. Ranks of a
@@ -45,7 +46,9 @@ NO_UNITS: Final = UnitRange(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class LayerShard:
-    """Units that one rank owns of one layer: MLP columns of a dense one or of shared experts, and experts.
+    """Units that one rank owns of one layer: KV heads, MLP columns of a dense one or of shared experts, and experts.
+
+    In a layer of the gated delta rule, KV heads stand for the heads of that rule that are dealt with them.
 
     `experts` are positions in the layer's expert order; `ShardPlan.experts_of` returns which experts these are.
     """

@@ -94,7 +94,7 @@ class FakeRunner:
             graph_reserve_bytes=GRAPH_RESERVE_BYTES,
         )
 
-    def allocate(self, num_blocks: int, block_size: int) -> int:
+    def allocate(self, num_blocks: int, block_size: int, num_snapshots: int = 0) -> int:
         return num_blocks * block_size * KV_BYTES_PER_TOKEN
 
     def execute(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> StepOutput:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -93,6 +93,7 @@ class RankGroup:
         kv_cache_dtype: str = "",
         num_blocks: int = 64,
         block_size: int = 4,
+        num_snapshots: int = 0,
         max_num_batched_tokens: int = 128,
         max_num_seqs: int = 8,
         num_gpu_ranks: int = 0,
@@ -139,6 +140,7 @@ class RankGroup:
         ]
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.num_snapshots = num_snapshots
         self._make_exchanges = make_exchanges or _thread_exchanges
         self._on_top = on_top
         self.exchanges: Sequence[HostExchange] = []
@@ -164,7 +166,7 @@ class RankGroup:
         runner = self.runners[rank]
         runner.attach(self._on_top(self.exchanges[rank]))
         report = runner.load(self.requests[rank])
-        runner.allocate(self.num_blocks, self.block_size)
+        runner.allocate(self.num_blocks, self.block_size, self.num_snapshots)
         return report
 
 
@@ -215,8 +217,18 @@ class PlanBuilder:
         del self.sequences[slot]
         self._plan.released_slots.append(slot)
 
-    def schedule(self, slot: int, num_tokens: int | None = None) -> None:
-        """Compute so many tokens (all that are left when None); samples when it reaches the last."""
+    def schedule(
+        self,
+        slot: int,
+        num_tokens: int | None = None,
+        *,
+        from_snapshot: int | None = None,
+        snapshots: Mapping[int, int] | None = None,
+    ) -> None:
+        """Compute so many tokens (all that are left when None); samples when it reaches the last.
+
+        `snapshots`: those to take of its states, by the number of tokens that they are behind.
+        """
         sequence = self.sequences[slot]
         left = len(sequence.tokens) - sequence.computed
         count = left if num_tokens is None else min(num_tokens, left)
@@ -229,7 +241,14 @@ class PlanBuilder:
         if left == 1:
             self._plan.decode_slots.append(slot)
         else:
-            self._plan.spans.append(ranks_pb2.ScheduledSpan(slot=slot, num_tokens=count, sample=count == left))
+            taken = [
+                ranks_pb2.StateSnapshot(num_tokens=behind, snapshot=snapshot)
+                for behind, snapshot in (snapshots or {}).items()
+            ]
+            span = ranks_pb2.ScheduledSpan(
+                slot=slot, num_tokens=count, sample=count == left, from_snapshot=from_snapshot, snapshots=taken
+            )
+            self._plan.spans.append(span)
 
     def run(self) -> StepOutcome:
         """Run what was built, follow the sampled tokens, begin the next plan."""

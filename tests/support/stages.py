@@ -23,6 +23,7 @@ from tests.support.thread_exchange import ThreadExchange, run_ranks, thread_exch
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
+NUM_SLOTS = 8
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class KnownSequence:
 
     tokens: list[int]
     blocks: list[int]
+    slot: int = 0
     computed: int = 0
 
 
@@ -45,6 +47,7 @@ class Stages:
     free_blocks: list[int] = field(
         default_factory=lambda: random.Random(0).sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1)
     )
+    num_started: int = 0
 
     @classmethod
     def load(cls, directory: Path, shares: Shares, *, num_parts: int = 1, link_bytes: int = 1 << 20) -> Stages:
@@ -52,13 +55,17 @@ class Stages:
         config = ModelConfig.from_directory(directory)
         plan = shares.plan_for(config)
         decoders = [load_decoder(directory, config, plan, rank, num_parts) for rank in range(plan.world_size)]
-        caches = [decoder.allocate_caches(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE) for decoder in decoders]
+        caches = [
+            decoder.allocate_caches(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_slots=NUM_SLOTS)
+            for decoder in decoders
+        ]
         return cls(plan, decoders, thread_exchanges(plan.world_size, link_bytes=link_bytes), caches)
 
     def start(self, tokens: list[int]) -> KnownSequence:
         needed = -(-len(tokens) // BLOCK_SIZE)
         blocks = [self.free_blocks.pop() for _ in range(needed)]
-        return KnownSequence(tokens, blocks)
+        self.num_started += 1
+        return KnownSequence(tokens, blocks, slot=self.num_started % NUM_SLOTS)
 
     def logits(self, *computing: tuple[KnownSequence, int]) -> torch.Tensor:
         """Compute so many tokens of each, those with one first; float32 [tokens, vocabulary] of all of them."""
@@ -95,16 +102,18 @@ def step_of(computing: tuple[tuple[KnownSequence, int], ...]) -> DecoderInput:
     rows = [(sequence, sequence.computed + i) for sequence, count in computing for i in range(count)]
     spans, begin = [], len(decoding)
     for sequence, count in computing[len(decoding) :]:
-        spans.append(PrefillSpan(begin, begin + count, sequence.computed, np.array(sequence.blocks, dtype=np.int32)))
+        blocks = np.array(sequence.blocks, dtype=np.int32)
+        spans.append(PrefillSpan(begin, begin + count, sequence.computed, blocks, sequence.slot))
         begin += count
     tables = np.zeros((len(decoding), NUM_BLOCKS), dtype=np.int32)
     for row, sequence in enumerate(decoding):
         tables[row, : len(sequence.blocks)] = sequence.blocks
     lengths = np.array([sequence.computed + 1 for sequence in decoding], dtype=np.int32)
+    slots = np.array([sequence.slot for sequence in decoding], dtype=np.int64)
     mapping = [s.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE for s, position in rows]
     return DecoderInput(
         token_ids=torch.tensor([sequence.tokens[position] for sequence, position in rows]),
         positions=torch.tensor([position for _, position in rows]),
-        attention=AttentionBatch(torch.tensor(mapping), DecodeRows(lengths, tables), tuple(spans)),
+        attention=AttentionBatch(torch.tensor(mapping), DecodeRows(lengths, tables, slots), tuple(spans)),
         logit_rows=None,
     )

@@ -44,14 +44,12 @@ class StaticAttention(TorchPagedAttention):
         if not self._is_prepared:
             return super().begin(batch)
         rows = batch.decode.num_rows
-        return _StaticStep(batch.slot_mapping, self._lengths[:rows], self._tables[:rows], self._block_size)
+        return _StaticStep(batch, self._lengths[:rows], self._tables[:rows], self._block_size)
 
 
 class _StaticStep(StepAttention):
-    def __init__(
-        self, slot_mapping: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor, block_size: int
-    ) -> None:
-        self.slot_mapping = slot_mapping
+    def __init__(self, batch: AttentionBatch, lengths: torch.Tensor, tables: torch.Tensor, block_size: int) -> None:
+        self.batch, self.slot_mapping = batch, batch.slot_mapping
         self._lengths = lengths
         self._tables = tables
         self._block_size = block_size

@@ -37,6 +37,16 @@ _GEMMA4: dict[str, Any] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
     },
 }  # fmt: skip
+# Heads' outputs may be tiny before their norm, which multiplies rounding: with the usual eps and weights of 0.3 float32
+# is up to 2e-3 from float64 in transformers' own class.
+_QWEN3_5: dict[str, Any] = {
+    "rms_norm_eps": 0.01, "initializer_range": 0.15,
+    "linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 6, "linear_value_head_dim": 4,
+    "linear_conv_kernel_dim": 4, "full_attention_interval": 3, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25,
+    },
+}  # fmt: skip
+_QWEN3_NEXT: dict[str, Any] = {**_QWEN3_MOE, **_QWEN3_5, "shared_expert_intermediate_size": 24}
 _SHAPE: dict[str, Any] = {
     "num_hidden_layers": 3,
     "hidden_size": 32,
@@ -121,6 +131,34 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe_lite",
         {**_DEEPSEEK_V3, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     ),
+    "qwen3-next": ("qwen3_next", _QWEN3_NEXT),
+    "qwen3-next-odd": (
+        "qwen3_next",
+        {
+            **_QWEN3_NEXT,
+            "linear_num_key_heads": 11,
+            "linear_num_value_heads": 11,
+            "linear_key_head_dim": 5,
+            "linear_value_head_dim": 7,
+            "linear_conv_kernel_dim": 3,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "attention_bias": True,
+        },
+    ),
+    "qwen3-next-no-delta": ("qwen3_next", {**_QWEN3_NEXT, "layer_types": ["full_attention"] * 3}),
+    "qwen3.5": ("qwen3_5_text", _QWEN3_5),
+    "qwen3.5-odd": (
+        "qwen3_5_text",
+        {
+            **_QWEN3_5,
+            "linear_num_key_heads": 9,
+            "linear_num_value_heads": 27,
+            "linear_conv_kernel_dim": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3.5-moe": ("qwen3_5_moe_text", _QWEN3_NEXT),
     "gpt-oss": ("gpt_oss", {**_GPT_OSS, "sliding_window": 5, "rope_parameters": _YARN}),
     "gpt-oss-full": ("gpt_oss", {**_GPT_OSS, "layer_types": ["full_attention"] * 3, "attention_bias": False}),
     "gemma2": (

@@ -200,7 +200,7 @@ class CostModel:
 
     def _matrix_bytes(self, shard: RankShard, kept: KeptWeights) -> int:
         config, hidden = self.config, self.config.hidden_size
-        heads = [kept.head_bytes(config.of_layer(i)) for i in range(config.num_layers)]
+        heads = [kept.layer_head_bytes(config, i) for i in range(config.num_layers)]
         column = kept.column_bytes(hidden=hidden)
         width = config.experts.intermediate_size if config.experts is not None else 0
         expert = kept.expert_bytes(hidden=hidden, width=width)
@@ -213,7 +213,7 @@ class CostModel:
             for (attention, columns, experts), times in layers.items()
         )
         rows = shard.head_rows.size + (0 if config.tie_word_embeddings else shard.embedding_rows.size)
-        return total + rows * kept.vocabulary.row_bytes(hidden)
+        return int(total) + rows * kept.vocabulary.row_bytes(hidden)
 
     def moved_bytes(self, plan: ShardPlan, step: Step) -> float:
         """Bytes of activations that a step's exchanges hand over."""

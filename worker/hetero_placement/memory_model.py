@@ -21,6 +21,7 @@ from hetero_api.rank_memory import (
     ASSUMED_GPU_RUNTIME_BYTES,
     RUNTIME_BYTES,
     RUNTIME_GROWTH_BYTES,
+    SNAPSHOT_PART,
     KvCost,
     ModelMemory,
     StepLimits,
@@ -40,6 +41,8 @@ class Need:
 
     weights: int
     cache: int
+    states: int
+    """Bytes of sequences' states in layers of the gated delta rule, and of snapshots of these."""
     workspace: int
     graphs: int
     runtime: int
@@ -52,10 +55,10 @@ class Need:
     @property
     def without_cache(self) -> int:
         """All but the KV cache, in bytes."""
-        return self.weights + self.workspace + self.graphs + self.runtime
+        return self.weights + self.states + self.workspace + self.graphs + self.runtime
 
 
-_NOTHING: Final = Need(0, 0, 0, 0, 0)
+_NOTHING: Final = Need(0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +132,11 @@ class MemoryModel:
         assumed = ASSUMED_GPU_RUNTIME_BYTES if is_gpu else RUNTIME_BYTES
         measured = hardware.runtime_bytes + RUNTIME_GROWTH_BYTES if is_gpu else hardware.runtime_bytes
         gathered = hardware.gather_bytes if shard.kv_heads_total else 0
+        cache = self._cache(memory.kv_cost(shard))
         return Need(
             weights=self.weight_parts(rank, shard).total,
-            cache=self._cache(memory.kv_cost(shard)),
+            cache=cache,
+            states=memory.state_bytes(shard) + (cache // (SNAPSHOT_PART - 1) if memory.snapshot_bytes(shard) else 0),
             workspace=with_margin(memory.summed_workspace_bytes(shard)) + gathered,
             graphs=self._graphs(shard) if is_gpu else 0,
             runtime=measured if hardware.runtime_bytes else assumed,
@@ -141,7 +146,7 @@ class MemoryModel:
         """Blocks that the KV cache of a plan that fits has at least, the null block included, as many as sequences can
         fill at most. 0 where a rank has no room for one."""
         most = self._bounds.max_num_seqs * self._blocks_of_longest + 1
-        holders = [(rank, shard) for rank, shard in enumerate(plan.ranks) if shard.kv_heads_total]
+        holders = [(rank, shard) for rank, shard in enumerate(plan.ranks) if self._memory.kv_cost(shard).cache_bytes]
         return min([most, *(self._blocks_on(rank, shard) for rank, shard in holders)])
 
     def problem(self, plan: ShardPlan) -> str:
@@ -150,10 +155,11 @@ class MemoryModel:
             need, has = self.need(rank, shard), self.hardware.ranks[rank].memory_bytes
             if need.total > has:
                 graphs = f"{_gb(need.graphs)} graphs + " if need.graphs else ""
+                states = f"{_gb(need.states)} states of maxNumSeqs sequences + " if need.states else ""
                 return (
                     f"{self._name(rank)} would need {_gb(need.total)} = {_gb(need.weights)} weights + "
-                    f"{_gb(need.cache)} KV cache ({self._cache_field}) + {_gb(need.workspace)} workspace + {graphs}"
-                    f"{_gb(need.runtime)} runtime, and has {_gb(has)} ({self._field(rank)})"
+                    f"{_gb(need.cache)} KV cache ({self._cache_field}) + {states}{_gb(need.workspace)} workspace + "
+                    f"{graphs}{_gb(need.runtime)} runtime, and has {_gb(has)} ({self._field(rank)})"
                 )
         return ""
 
@@ -174,9 +180,12 @@ class MemoryModel:
     def _blocks_on(self, rank: int, shard: RankShard) -> int:
         """Return the blocks that the rank has room for."""
         cost = self._memory.kv_cost(shard)
-        left = self.hardware.ranks[rank].memory_bytes - self.need(rank, shard).without_cache
+        need = self.need(rank, shard)
+        taken = need.without_cache - need.states + self._memory.state_bytes(shard)
+        left = self.hardware.ranks[rank].memory_bytes - taken
         asked = self._bounds.kv_cache_bytes
-        room = cost.cache_of(max(0, left)) if asked is None else asked
+        left = max(0, left) - (max(0, left) // SNAPSHOT_PART if self._memory.snapshot_bytes(shard) else 0)
+        room = cost.cache_of(left) if asked is None else asked
         return room // (cost.cache_bytes * self._bounds.block_size)
 
     def _cache(self, cost: KvCost) -> int:

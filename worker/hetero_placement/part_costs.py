@@ -177,7 +177,8 @@ class Rates:
         params = config.attention_params_per_kv_head
         heads = config.num_kv_heads
         cached = config.cached_elements(heads) / heads * element_bytes(dtype)
-        read = self._kept(dtype).head_bytes(config) + tokens * cached
+        cached *= len(config.attention_layers) / config.num_layers
+        read = self._kept(dtype).mean_head_bytes(config) + tokens * cached
         flops = 2 * params * rows + 4 * config.group_size * config.head_dim * pairs
         beside = config.attention_params_beside
         fixed = self._seconds(dtype, beside * element_bytes(dtype), 2 * beside * rows)

@@ -192,8 +192,9 @@ def plan_of_layers(config: ModelConfig, counts: Sequence[int]) -> ShardPlan:
 
 
 def shard_of_layers(config: ModelConfig, begin: int, end: int) -> RankShard:
-    """Return the shard of a rank that holds layers [begin, end), the others left out."""
-    layers = tuple(_layer_on(0, config, layer, 1)[0] for layer in range(begin, end))
+    """Return the shard of a rank that holds layers [begin, end) and nothing of the others."""
+    held = {layer: _layer_on(0, config, layer, 1)[0] for layer in range(begin, end)}
+    layers = tuple(held.get(layer, LayerShard(NO_UNITS, NO_UNITS)) for layer in range(config.num_layers))
     vocabulary = UnitRange(0, config.vocab_size)
     return RankShard(
         layers,

@@ -1053,6 +1053,8 @@ class Loaded(_message.Message):
     GRAPH_RESERVE_BYTES_FIELD_NUMBER: _builtins.int
     WEIGHT_FORMATS_FIELD_NUMBER: _builtins.int
     WEIGHT_NOTES_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_BYTES_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_BUDGET_BYTES_FIELD_NUMBER: _builtins.int
     weight_bytes: _builtins.int
     """Bytes of this rank's weights."""
     kv_budget_bytes: _builtins.int
@@ -1068,6 +1070,10 @@ class Loaded(_message.Message):
     """
     graph_reserve_bytes: _builtins.int
     """Bytes of the device's memory that are kept for these graphs: no part of kv_budget_bytes."""
+    snapshot_bytes: _builtins.int
+    """Bytes of a snapshot of one sequence's states, in this rank's layers that keep states; 0 where none does."""
+    snapshot_budget_bytes: _builtins.int
+    """Bytes that this rank can give to snapshots, beside the KV cache."""
     @_builtins.property
     def kernels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the kernels chosen by measurement, e.g. "linear=onednn-packed"."""
@@ -1102,10 +1108,12 @@ class Loaded(_message.Message):
         graph_reserve_bytes: _builtins.int = ...,
         weight_formats: _abc.Iterable[_builtins.str] | None = ...,
         weight_notes: _abc.Iterable[_builtins.str] | None = ...,
+        snapshot_bytes: _builtins.int = ...,
+        snapshot_budget_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "local_memory_percent", b"local_memory_percent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "graph_reserve_bytes", b"graph_reserve_bytes", "graph_sizes", b"graph_sizes", "kernels", b"kernels", "kv_budget_bytes", b"kv_budget_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "load_s", b"load_s", "local_memory_percent", b"local_memory_percent", "weight_bytes", b"weight_bytes", "weight_formats", b"weight_formats", "weight_notes", b"weight_notes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "graph_reserve_bytes", b"graph_reserve_bytes", "graph_sizes", b"graph_sizes", "kernels", b"kernels", "kv_budget_bytes", b"kv_budget_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "load_s", b"load_s", "local_memory_percent", b"local_memory_percent", "snapshot_budget_bytes", b"snapshot_budget_bytes", "snapshot_bytes", b"snapshot_bytes", "weight_bytes", b"weight_bytes", "weight_formats", b"weight_formats", "weight_notes", b"weight_notes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__local_memory_percent: _TypeAlias = _typing.Literal["local_memory_percent"]  # noqa: Y015
     _WhichOneofArgType__local_memory_percent: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent"]  # noqa: Y015
@@ -1121,19 +1129,23 @@ class AllocateCache(_message.Message):
 
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    NUM_SNAPSHOTS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     """Blocks, the null block 0 included; the same on every rank."""
     block_size: _builtins.int
     """Token positions a block."""
+    num_snapshots: _builtins.int
+    """Snapshots of sequences' states that there is room for; the same on every rank, whether or not it keeps states."""
     def __init__(
         self,
         *,
         num_blocks: _builtins.int = ...,
         block_size: _builtins.int = ...,
+        num_snapshots: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "num_blocks", b"num_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "num_blocks", b"num_blocks", "num_snapshots", b"num_snapshots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1305,6 +1317,8 @@ class ScheduledSpan(_message.Message):
     SLOT_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
+    FROM_SNAPSHOT_FIELD_NUMBER: _builtins.int
+    SNAPSHOTS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """The slot."""
     num_tokens: _builtins.int
@@ -1313,20 +1327,58 @@ class ScheduledSpan(_message.Message):
     """Whether this step reaches the last known token: then the next token is sampled, and every rank
     appends it to the slot.
     """
+    from_snapshot: _builtins.int
+    """Snapshot of AllocateCache's that the sequence's states begin with, in [0, num_snapshots): for the first span of one
+    that is bound with computed tokens, if the model keeps states; the snapshot was taken behind these tokens.
+    """
+    @_builtins.property
+    def snapshots(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateSnapshot]:
+        """Snapshots to take of the sequence's states, in the order of their tokens."""
+
     def __init__(
         self,
         *,
         slot: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         sample: _builtins.bool = ...,
+        from_snapshot: _builtins.int | None = ...,
+        snapshots: _abc.Iterable[Global___StateSnapshot] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_from_snapshot", b"_from_snapshot", "from_snapshot", b"from_snapshot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_from_snapshot", b"_from_snapshot", "from_snapshot", b"from_snapshot", "num_tokens", b"num_tokens", "sample", b"sample", "slot", b"slot", "snapshots", b"snapshots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__from_snapshot: _TypeAlias = _typing.Literal["from_snapshot"]  # noqa: Y015
+    _WhichOneofArgType__from_snapshot: _TypeAlias = _typing.Literal["_from_snapshot", b"_from_snapshot"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__from_snapshot) -> _WhichOneofReturnType__from_snapshot | None: ...
+
+Global___ScheduledSpan: _TypeAlias = ScheduledSpan  # noqa: Y015
+
+@_typing.final
+class StateSnapshot(_message.Message):
+    """A snapshot that a span takes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """Number of the sequence's tokens that it is taken behind, within the span."""
+    snapshot: _builtins.int
+    """The snapshot, in [0, num_snapshots): what it held is gone."""
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        snapshot: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "sample", b"sample", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ScheduledSpan: _TypeAlias = ScheduledSpan  # noqa: Y015
+Global___StateSnapshot: _TypeAlias = StateSnapshot  # noqa: Y015
 
 @_typing.final
 class StepPlan(_message.Message):

@@ -10,7 +10,9 @@ import pytest
 
 from hetero_api.errors import ModelError
 from hetero_api.model_config import ModelConfig, model_fingerprint
-from hetero_api.model_parts import LatentShape, RowOrder
+from hetero_api.model_parts import DeltaShape, LatentShape, RowOrder
+from hetero_api.rank_memory import ModelMemory, StepLimits
+from hetero_placement.shard_plans import shard_of_layers
 
 pytestmark = pytest.mark.unit
 
@@ -198,6 +200,35 @@ def test_models_have_their_published_size(name: str) -> None:
     assert ModelConfig.from_hf({"max_position_embeddings": 8192} | fields).num_parameters == size
 
 
+QWEN3_NEXT: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"], "hidden_size": 2048, "intermediate_size": 5632,
+    "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151936,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 512, "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "max_position_embeddings": 262144,
+}  # fmt: skip
+
+
+def test_most_layers_of_qwen3_next_keep_states() -> None:
+    config = ModelConfig.from_hf(QWEN3_NEXT)
+    assert config.attention_layers == tuple(range(3, 48, 4))
+    assert config.delta is not None
+    assert config.delta_layers == config.delta.layers == tuple(i for i in range(48) if i % 4 != 3)
+    assert (config.gated_attention, config.norm_offset, config.rope.share) == (True, 1.0, 0.25)
+    assert [config.delta.heads_of(head, head + 1, of=config.num_kv_heads) for head in range(2)] == [(0, 8), (8, 16)]
+    memory = ModelMemory(config, StepLimits(512, 1, 4096), element_bytes=2)
+    matrices, windows = 36 * 32 * 128 * 128 * 4, 36 * 8192 * 3 * 4
+    assert memory.state_bytes(shard_of_layers(config, 0, 48)) == matrices + windows
+
+
+@pytest.mark.parametrize(("key_heads", "kv_heads"), [(16, 2), (5, 3), (7, 7), (9, 4)])
+def test_heads_of_the_delta_rule_are_dealt_with_kv_heads(key_heads: int, kv_heads: int) -> None:
+    delta = DeltaShape((0,), key_heads, key_heads, key_dim=4, value_dim=4, taps=4)
+    ranges = [delta.heads_of(head, head + 1, of=kv_heads) for head in range(kv_heads)]
+    assert [head for begin, end in ranges for head in range(begin, end)] == list(range(key_heads))
+    assert all(0 < end - begin <= delta.most_heads(1, of=kv_heads) for begin, end in ranges)
+
+
 YARN = {
     "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
     "original_max_position_embeddings": 4096,
@@ -273,6 +304,12 @@ def test_rope_frequencies_equal_transformers() -> None:
     reference, _ = ROPE_INIT_FUNCTIONS["llama3"](reference_config, "cpu")
     ours = ModelConfig.from_hf(BASE | {"rope_parameters": scaling}).rope.inverse_frequencies(64)
     assert ours == pytest.approx(reference.tolist(), rel=1e-6)
+
+
+QWEN3_5: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"], "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 64,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -393,6 +430,19 @@ def test_rope_frequencies_equal_transformers() -> None:
                 "moe_intermediate_size": 8,
             },
             r"n_group \(4\) and topk_group \(1\) do not fit 10 experts",
+        ),
+        (
+            QWEN3_5 | {"linear_num_value_heads": 24},
+            r"linear_num_value_heads \(24\) is no multiple of linear_num_key_heads \(16\)",
+        ),
+        (
+            QWEN3_5 | {"linear_num_key_heads": 2},
+            r"linear_num_key_heads \(2\) is less than num_key_value_heads \(3\), with which they are dealt to ranks",
+        ),
+        (QWEN3_5 | {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be a whole number of at least 2, not 1"),
+        (
+            QWEN3_5 | {"layer_types": ["sliding_attention"] * 30},
+            "layer_types sliding_attention are not supported; supported: full_attention, linear_attention",
         ),
         (
             {"quantization_config": {"quant_method": "bitsandbytes"}},

@@ -32,6 +32,7 @@ def engine_config(
     pause_limit_s: float = 60.0,
     ageing_s: float = 10.0,
     lookahead_s: float = 0.0,
+    keeps_states: bool = False,
 ) -> EngineConfig:
     return EngineConfig(
         max_num_seqs=max_num_seqs,
@@ -47,6 +48,7 @@ def engine_config(
         pause_limit_s=pause_limit_s,
         ageing_s=ageing_s,
         lookahead_s=lookahead_s,
+        keeps_states=keeps_states,
     )
 
 
@@ -126,6 +128,7 @@ class Bench:
     config: EngineConfig
     num_blocks: int
     steps_out: int | None = None
+    num_snapshots: int = 0
     scheduler: Scheduler = field(init=False)
     ranks: FakeRanks = field(init=False)
     in_flight: StepsInFlight = field(default_factory=StepsInFlight)
@@ -135,7 +138,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.block_size = self.config.block_size
-        self.scheduler = Scheduler(self.config, num_blocks=self.num_blocks)
+        self.scheduler = Scheduler(self.config, num_blocks=self.num_blocks, num_snapshots=self.num_snapshots)
         self.ranks = self.new_ranks()
 
     def new_ranks(self) -> FakeRanks:
@@ -144,6 +147,8 @@ class Bench:
             block_size=self.block_size,
             vocab_size=self.config.vocab_size,
             max_num_seqs=self.config.max_num_seqs,
+            num_snapshots=self.num_snapshots,
+            keeps_states=self.config.keeps_states,
         )
 
     def add(self, asked: GenerationRequest, *, now: float = 0.0) -> Request:
@@ -222,7 +227,9 @@ class Bench:
         self.block_size = block_size or self.block_size
         self.in_flight = StepsInFlight()
         self.ranks = self.new_ranks()
-        refused = self.scheduler.open_group(num_blocks=self.num_blocks, block_size=self.block_size)
+        refused = self.scheduler.open_group(
+            num_blocks=self.num_blocks, block_size=self.block_size, num_snapshots=self.num_snapshots
+        )
         return [request for request, _ in refused]
 
 

@@ -10,7 +10,7 @@ carry it in a field of Sampling that nothing else needs here, top_k.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_api.v1 import logprobs_pb2, ranks_pb2
@@ -29,6 +29,8 @@ class _Slot:
     num_computed: int
     blocks: list[int]
     sampling: ranks_pb2.Sampling
+    state: int | None
+    """The number at the last computed position, where ranks keep states; None: it must come of a snapshot."""
 
 
 def _digest(*numbers: int) -> int:
@@ -69,7 +71,20 @@ def _values(tokens: Iterable[int], *, tenant: int) -> list[int]:
 class FakeRanks:
     """One epoch of a group. `num_blocks` includes the null block. Plans are to be executed in order."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, vocab_size: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        max_num_seqs: int,
+        num_snapshots: int = 0,
+        keeps_states: bool = False,
+    ) -> None:
+        """`keeps_states`: the number before is not read back from the cache, but is the slot's state."""
+        self._keeps_states = keeps_states
+        self._snapshots: list[tuple[int, int] | None] = [None] * num_snapshots
+        """Tokens that each is behind, and the number there."""
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._max_num_seqs = max_num_seqs
@@ -91,6 +106,9 @@ class FakeRanks:
         computing = [*plan.decode_slots, *(span.slot for span in plan.spans)]
         self._require(len(set(computing)) == len(computing), "a slot computes twice")
         self._require(set(computing) <= set(self._slots), "a slot computes that is not bound")
+        read = [span.from_snapshot for span in plan.spans if span.HasField("from_snapshot")]
+        taken = [each.snapshot for span in plan.spans for each in span.snapshots]
+        self._require(len({*taken}) == len(taken) and not {*read} & {*taken}, "a snapshot is used twice in a plan")
         self._written.clear()
         sampling = [slot for slot in plan.decode_slots if self._compute_decode(slot)]
         sampling += [span.slot for span in plan.spans if self._compute_span(span, result)]
@@ -121,13 +139,18 @@ class FakeRanks:
         self._require(new.num_computed_tokens < len(new.token_ids), "nothing is left to compute")
         self._require(0 < new.num_prompt_tokens <= len(new.token_ids), "the prompt is not among the tokens")
         self._slots[new.slot] = _Slot(
-            list(new.token_ids), new.num_prompt_tokens, covered, list(new.block_ids), new.sampling
+            list(new.token_ids),
+            new.num_prompt_tokens,
+            covered,
+            list(new.block_ids),
+            new.sampling,
+            None if covered else new.sampling.top_k,
         )
 
     def _compute_decode(self, number: int) -> bool:
         slot = self._slots[number]
         self._require(len(slot.tokens) - slot.num_computed == 1, f"slot {number} decodes and is not one token behind")
-        self._compute(slot, slot.num_computed + 1)
+        self._compute(slot, slot.num_computed + 1, {})
         return True
 
     def _compute_span(self, span: ranks_pb2.ScheduledSpan, result: ranks_pb2.StepResult) -> bool:
@@ -135,7 +158,13 @@ class FakeRanks:
         begin, end = slot.num_computed, slot.num_computed + span.num_tokens
         self._require(span.num_tokens >= 1 and end <= len(slot.tokens), "more tokens than are known")
         self._require(span.sample == (end == len(slot.tokens)), "sample is not said at the last token")
-        self._compute(slot, end)
+        if span.HasField("from_snapshot"):
+            self._require(self._keeps_states and slot.state is None, f"slot {span.slot} has states of its own")
+            behind, slot.state = self._snapshots[span.from_snapshot] or (-1, None)
+            self._require(behind == begin, f"a snapshot behind {behind} tokens is taken for one behind {begin}")
+        taken = {each.num_tokens: each.snapshot for each in span.snapshots}
+        self._require(all(begin < behind <= end for behind in taken), "a snapshot is behind tokens of another span")
+        self._compute(slot, end, taken)
         if slot.sampling.HasField("num_prompt_logprobs"):
             last = min(end, slot.num_prompt - 1)
             positions = [_logprobs(self._read(slot, i), slot.tokens[i + 1]) for i in range(begin, last)]
@@ -143,10 +172,13 @@ class FakeRanks:
                 result.prompt_logprobs.add(slot=span.slot, begin=begin + 1, positions=positions)
         return span.sample
 
-    def _compute(self, slot: _Slot, end: int) -> None:
+    def _compute(self, slot: _Slot, end: int, taken: Mapping[int, int]) -> None:
         self._require(len(slot.blocks) * self._block_size >= end, "the block table ends before the tokens")
         for position in range(slot.num_computed, end):
             self._write(slot, position)
+            if position + 1 in taken:
+                assert slot.state is not None
+                self._snapshots[taken[position + 1]] = position + 1, slot.state
         slot.num_computed = end
 
     def _sample(self, number: int, result: ranks_pb2.StepResult, *, mask: bytes | None) -> None:
@@ -167,10 +199,18 @@ class FakeRanks:
         block = slot.blocks[position // self._block_size]
         sharing = [other for other in self._slots.values() if other is not slot and block in other.blocks]
         self._require(not sharing, f"block {block} is written while another sequence has it")
-        before = self._read(slot, position - 1) if position else slot.sampling.top_k
+        before = self._before(slot, position)
         place = self._place(slot, position)
-        self._kv[place] = _digest(before, slot.tokens[position])
+        self._kv[place] = slot.state = _digest(before, slot.tokens[position])
         self._written[place] = slot
+
+    def _before(self, slot: _Slot, position: int) -> int:
+        """The number before a position."""
+        if self._keeps_states:
+            if slot.state is None:
+                raise PlanError(f"position {position} is computed without states")
+            return slot.state
+        return self._read(slot, position - 1) if position else slot.sampling.top_k
 
     def _read(self, slot: _Slot, position: int) -> int:
         place = self._place(slot, position)

@@ -64,6 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
         steps=st.sampled_from([2, 2, 1]),
         ageing_s=st.sampled_from([0.5, 10.0]),
+        num_snapshots=st.sampled_from([None, None, 0, 1, 2, 5]),
     )
     def start(
         self,
@@ -75,7 +76,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         steps: int,
         ageing_s: float,
+        num_snapshots: int | None,
     ) -> None:
+        """`num_snapshots` None: a model that keeps no states."""
         config = engine_config(
             block_size=block_size,
             max_num_batched_tokens=budget,
@@ -86,8 +89,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             max_steps_in_flight=steps,
             ageing_s=ageing_s,
+            keeps_states=num_snapshots is not None,
         )
-        self.bench = Bench(config, num_blocks=num_blocks)
+        self.bench = Bench(config, num_blocks=num_blocks, num_snapshots=num_snapshots or 0)
 
     # --- what happens -----------------------------------------------------------------------------------
 
@@ -173,7 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if any(len(received) > length for received in asked.received):
             return False
         at_once = min(asked.n, self.bench.config.max_num_seqs, self.bench.config.max_num_batched_tokens)
-        shared = (num_prompt - 1) // size
+        shared = 0 if self.bench.config.keeps_states else (num_prompt - 1) // size
         own = -(-(num_prompt + length - 1) // size) - shared
         return shared + at_once * own < self.bench.num_blocks
 

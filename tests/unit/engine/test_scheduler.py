@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from hetero_api.v1 import ranks_pb2
+from hetero_gateway.engine.block_pool import StateSnapshots
 from hetero_gateway.engine.errors import DuplicateRequest, EngineFault, InvalidRequest, QueueFull, StepMismatch
-from hetero_gateway.engine.request import FinishReason
+from hetero_gateway.engine.request import FinishReason, derived_seed
 from hetero_gateway.engine.scheduler import Scheduler
 from tests.unit.engine.engine_setup import VOCAB_SIZE, Bench, engine_config, entries, generation, name_of
 from tests.unit.engine.fake_ranks import tokens_alone
@@ -324,6 +325,71 @@ def test_prefix_caching_can_be_disabled() -> None:
         bench.run()
         assert request.num_cached_tokens == 0
     assert bench.scheduler.stats().cached_blocks == 0
+
+
+def test_sequences_that_keep_states_begin_with_their_first_token() -> None:
+    bench = Bench(engine_config(keeps_states=True), num_blocks=40)
+    for name in ("first", "second"):
+        request = bench.add(generation(name, range(12), n=2))
+        step = bench.step()
+        assert step is not None
+        assert [(entry.completion.index, entry.num_tokens) for entry in entries(step)] == [(0, 12), (1, 12)]
+        bench.run()
+        assert request.num_cached_tokens == 0
+    assert bench.scheduler.stats().cached_blocks == 0
+
+
+def test_a_prefix_hit_of_states_rounds_down_to_a_snapshot() -> None:
+    bench = Bench(engine_config(keeps_states=True), num_blocks=41, num_snapshots=10)
+    bench.add(generation("first", range(30)))
+    step = bench.step()
+    assert step is not None
+    # Every fourth block of the cache's 40, and the prompt's last full one.
+    assert [taken.num_tokens for span in step.spans for taken in span.snapshots] == [16, 28]
+    bench.run()
+    cached = []
+    for length in (15, 17, 20, 27, 29, 30):
+        request = bench.add(generation(f"of {length}", range(length)))
+        bench.run()
+        assert bench.outputs[f"of {length}"] == tokens_alone(range(length), seed=0, count=4, vocab_size=VOCAB_SIZE)
+        cached.append(request.num_cached_tokens)
+    assert cached == [0, 16, 16, 16, 28, 28]
+
+
+def test_completions_of_one_prompt_begin_with_a_snapshot() -> None:
+    bench = Bench(engine_config(keeps_states=True, enable_prefix_caching=False), num_blocks=40, num_snapshots=1)
+    bench.add(generation("r", range(10), n=3))
+    first, second = bench.step(), bench.step()
+    assert first is not None
+    assert second is not None
+    assert [(entry.completion.index, entry.num_tokens) for entry in entries(first)] == [(0, 10)]
+    assert [(entry.completion.index, entry.num_tokens) for entry in entries(second)] == [(0, 1), (1, 2), (2, 2)]
+    bench.run()
+    for index, name in enumerate(("r", "r/1", "r/2")):
+        seed = derived_seed(0, index)
+        assert bench.outputs[name] == tokens_alone(range(10), seed=seed, count=4, vocab_size=VOCAB_SIZE)
+
+
+def test_the_least_recently_used_snapshot_is_replaced_and_none_that_the_plan_reads() -> None:
+    snapshots = StateSnapshots(count=2, num_blocks=10)
+    assert [snapshots.take(digest) for digest in (b"a", b"b", b"a")] == [1, 0, None]
+    assert snapshots.take(b"c") is None  # both are being taken
+    snapshots.taken([b"a", b"b"])
+    assert (snapshots.longest([b"a", b"x"]), snapshots.longest([b"a", b"b"]), snapshots.longest([b"x"])) == (1, 2, 0)
+    assert snapshots.read(b"a") == 1
+    assert snapshots.take(b"c") == 0
+    assert snapshots.take(b"d") is None
+    snapshots.begin_plan()
+    assert snapshots.take(b"d") == 1
+    with pytest.raises(EngineFault, match="without a snapshot"):
+        snapshots.read(b"a")
+
+
+def test_completions_that_keep_states_are_counted_with_their_whole_prompts() -> None:
+    prompt = generation("r", range(12), max_tokens=4, n=2)
+    Bench(engine_config(), num_blocks=8).add(prompt)
+    with pytest.raises(InvalidRequest, match="share 0 of them and need 8"):
+        Bench(engine_config(keeps_states=True), num_blocks=8).add(prompt)
 
 
 def test_other_salt_does_not_hit() -> None:

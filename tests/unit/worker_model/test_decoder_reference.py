@@ -54,11 +54,14 @@ CURRENT = (
     "glm4-moe-lite",
     "gemma4",
     "gemma4-moe",
+    "qwen3-next",
+    "qwen3.5",
 )
 """Architectures with parts that others do not have."""
 EVERY_LAYOUT = (
     "llama-biased", "qwen3", "qwen3-moe-some-dense", "gemma3", "glm4-moe", "gpt-oss", "minimax-m2", "deepseek-v3",
     "gemma4-moe",
+    "qwen3-next-odd",
 )  # fmt: skip
 PROMPT = [7, 150, 3, 88, 199, 0, 42, 42, 64, 63, 127]
 

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from hetero_api.model_config import ModelConfig
 from hetero_worker.layers.moe import ExpertMlp
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares, StepOutcome
 from tests.support.rank_shares import layers_on
@@ -35,9 +36,11 @@ STAGES = {
         embedding_rows=(64, 136, 0),
     ),
 }
+STATEFUL = ("qwen3-next-odd", "qwen3.5", "qwen3.5-moe")
+"""Variants with layers that keep a state of each sequence."""
 VARIANTS = (
     "mixtral-window", "qwen3-moe-some-dense", "gemma2", "gemma3", "smollm3-window", "glm4-moe-grouped", "gpt-oss",
-    "minimax-m2", "deepseek-v3", "gemma4-moe",
+    "minimax-m2", "deepseek-v3", "gemma4-moe", *STATEFUL,
 )  # fmt: skip
 
 
@@ -48,7 +51,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixture
 
 @pytest.fixture(params=LAYOUTS)
 def builder(checkpoint: TinyCheckpoint, request: pytest.FixtureRequest) -> PlanBuilder:
-    return PlanBuilder(RankGroup(checkpoint.directory, LAYOUTS[request.param], block_size=BLOCK_SIZE))
+    group = RankGroup(checkpoint.directory, LAYOUTS[request.param], block_size=BLOCK_SIZE, num_snapshots=3)
+    return PlanBuilder(group)
 
 
 def _prompt(length: int, *, seed: int = 1) -> list[int]:
@@ -80,11 +84,12 @@ def test_chunked_prefill_and_decode_equal_the_whole(
 
 def test_a_prefix_hit_reads_another_sequences_blocks(builder: PlanBuilder, checkpoint: TinyCheckpoint) -> None:
     common = _prompt(3 * BLOCK_SIZE)
-    builder.start(0, [*common, 5])
-    builder.schedule(0)
+    keeps_states = ModelConfig.from_directory(checkpoint.directory).delta is not None
+    builder.start(0, [*common, 5, 6])
+    builder.schedule(0, snapshots={len(common): 2, len(common) + 1: 0} if keeps_states else None)
     builder.run()
     builder.start(1, [*common, 9, 8, 7], shared_blocks=builder.sequences[0].blocks[:3])
-    builder.schedule(1)
+    builder.schedule(1, from_snapshot=2 if keeps_states else None)
     builder.schedule(0)
     _check(builder.run(), builder, checkpoint)
 
@@ -139,6 +144,10 @@ WRONG_SWITCHES: dict[str, tuple[str, dict[str, Any]]] = {
     "frequencies of short contexts": ("gpt-oss", {"rope_parameters": {"rope_theta": 1000.0}}),
     "values made by keys": ("gemma4-values", {"attention_k_eq_v": True}),
     "all pairs of a head rotated": ("gemma4", {"rope_parameters": None}),
+    "whole heads rotated beside gates": (
+        "qwen3-next",
+        {"rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 1.0}},
+    ),
     "weights of experts normalised": ("qwen3-moe-some-dense", {"norm_topk_prob": True}),
 }
 

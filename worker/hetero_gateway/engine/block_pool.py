@@ -17,6 +17,8 @@ the tenant's salt. Two prefixes with one digest would be a collision of SHA-256,
 a hit, and no client can craft a prompt that finds another tenant's blocks.
 
 Every operation is O(1) a block. One thread.
+
+StateSnapshots is the same for states of sequences, in models that keep any.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from hetero_gateway.engine.errors import EngineFault
@@ -186,3 +188,75 @@ class BlockPool:
             self._free.move_to_end(block_id, last=False)
         else:
             self._num_cached += 1
+
+
+class StateSnapshots:
+    """Snapshots 0 .. count - 1 of sequences' states, for a cache of `num_blocks` blocks.
+
+    Some models keep states of each sequence in place of keys and values of tokens. Behind cached blocks of such a model
+    a sequence can begin only where a snapshot of the states was taken. What always holds:
+
+    - A snapshot that can be found is that behind exactly the tokens of its digest, and the step that took it is done.
+    - A snapshot that the plan in the making reads is not taken again in the same plan, whose sequences are computed in
+      any order. A later plan may take it, because ranks work plans off in order.
+    - The least recently used is replaced first.
+
+    Snapshots of a prompt are taken every `spacing` blocks, so that all of them reach as far as the KV cache does, and
+    behind its last full block, which completions of one prompt share.
+    """
+
+    def __init__(self, *, count: int, num_blocks: int) -> None:
+        self.spacing = -(-num_blocks // count) if count else 0
+        """Blocks between two snapshots of a prompt."""
+        self._free = list(range(count))
+        self._by_digest: OrderedDict[bytes, int] = OrderedDict()
+        self._pending: dict[bytes, int] = {}
+        self._read: set[int] = set()
+
+    def begin_plan(self) -> None:
+        """Forget what the last plan read."""
+        self._read.clear()
+
+    def longest(self, digests: Sequence[bytes]) -> int:
+        """Return the largest number of leading blocks, by their digests, behind which there is a snapshot; 0: none."""
+        return next((end for end in range(len(digests), 0, -1) if digests[end - 1] in self._by_digest), 0)
+
+    def read(self, digest: bytes) -> int:
+        """Return the snapshot behind a block, which the plan in the making reads. Raises EngineFault if it is gone."""
+        snapshot = self._by_digest.get(digest)
+        if snapshot is None:
+            raise EngineFault("a sequence begins behind blocks without a snapshot")
+        self._by_digest.move_to_end(digest)
+        self._read.add(snapshot)
+        return snapshot
+
+    def take(self, digest: bytes) -> int | None:
+        """Return a snapshot to take behind a block; None if there is one, or no room for it."""
+        if digest in self._by_digest:
+            self._by_digest.move_to_end(digest)
+            return None
+        if digest in self._pending:
+            return None
+        snapshot = self._free.pop() if self._free else self._replaced()
+        if snapshot is not None:
+            self._pending[digest] = snapshot
+        return snapshot
+
+    def taken(self, digests: Sequence[bytes]) -> None:
+        """Take note that a step which took these snapshots is done."""
+        for digest in digests:
+            self._by_digest[digest] = self._pending.pop(digest)
+
+    def places(self, begin: int, end: int, *, last: int) -> Iterator[int]:
+        """Yield the numbers of leading blocks in (begin, end] behind which a prompt's snapshots are taken, ascending.
+
+        `last` is one of them in any case, if it is in the range.
+        """
+        if not self.spacing:
+            return
+        first = (begin // self.spacing + 1) * self.spacing
+        yield from sorted({*range(first, end + 1, self.spacing), *([last] if begin < last <= end else [])})
+
+    def _replaced(self) -> int | None:
+        digest = next((digest for digest, snapshot in self._by_digest.items() if snapshot not in self._read), None)
+        return None if digest is None else self._by_digest.pop(digest)

@@ -25,7 +25,8 @@ class EngineConfig:
     as take about `lookahead_s` together, so that plans and results of short steps travel together; a new request waits
     that much longer, and a completion that ended may be computed that much longer; 0 lets none out. A request that has
     waited `pause_limit_s` for a group of ranks to come back ends. `ageing_s` is how long a request waits to gain on a
-    newer one of the next lower priority number.
+    newer one of the next lower priority number. `keeps_states` is whether some of the model's layers keep states of
+    each sequence in place of keys and values: one can then begin only where there is a snapshot of them.
     """
 
     max_num_seqs: int
@@ -41,14 +42,19 @@ class EngineConfig:
     lookahead_s: float = 0.0
     pause_limit_s: float = 60.0
     ageing_s: float = 10.0
+    keeps_states: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """Size of the KV cache: `num_blocks` for requests (without the null block), of `block_size` positions."""
+    """Size of the KV cache: `num_blocks` for requests (without the null block), of `block_size` positions.
+
+    `shares_prompts`: completions of one prompt share its full blocks.
+    """
 
     num_blocks: int
     block_size: int
+    shares_prompts: bool = True
 
     def blocks_of(self, num_tokens: int) -> int:
         """Return how many blocks so many tokens need."""
@@ -56,7 +62,7 @@ class CacheSize:
 
     def shared_blocks(self, num_prompt: int) -> int:
         """Return how many full blocks of a prompt its completions share."""
-        return (num_prompt - 1) // self.block_size
+        return (num_prompt - 1) // self.block_size if self.shares_prompts else 0
 
     def room(self, num_prompt: int, *, at_once: int = 1) -> int:
         """Return the most tokens that each of `at_once` completions may have, alone in the cache; below 1: none."""

@@ -78,11 +78,17 @@ class EngineCore:
     # --- the group --------------------------------------------------------------------------------------
 
     def open(
-        self, in_flight: StepsInFlight, *, num_blocks: int, block_size: int, on_broken: Callable[[str], None]
+        self,
+        in_flight: StepsInFlight,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_snapshots: int = 0,
+        on_broken: Callable[[str], None],
     ) -> None:
         """Serve on this group, a new epoch; requests in flight go on from where they were.
 
-        Steps are submitted to `in_flight`. `num_blocks` is AllocateCache's, the null block included. `on_broken` is
+        Steps are submitted to `in_flight`. Numbers are AllocateCache's, the null block included. `on_broken` is
         called once at most, with the reason, when the core itself finds that the group cannot go on: it raised
         GroupLost, or an answer does not fit. A group that is still open is lost first.
         """
@@ -94,7 +100,7 @@ class EngineCore:
         self._admission.has_opened = True
         self._pace = StepPace(lookahead_s=self._config.lookahead_s)
         self._paused.clear()
-        self._use_cache(num_blocks=num_blocks, block_size=block_size)
+        self._use_cache(num_blocks=num_blocks, block_size=block_size, num_snapshots=num_snapshots)
         self._work.set()
 
     def lose(self, reason: str) -> None:
@@ -141,15 +147,16 @@ class EngineCore:
         finally:
             self._work.set()
 
-    def reset_cache(self, *, num_blocks: int, block_size: int) -> None:
+    def reset_cache(self, *, num_blocks: int, block_size: int, num_snapshots: int = 0) -> None:
         """Go on with another, empty cache of the same group. Only within `hold`; raises EngineFault elsewhere."""
         if not self._holds.num_inside:
             raise EngineFault("the cache can be reset only while steps are held")
-        self._use_cache(num_blocks=num_blocks, block_size=block_size)
+        self._use_cache(num_blocks=num_blocks, block_size=block_size, num_snapshots=num_snapshots)
 
-    def _use_cache(self, *, num_blocks: int, block_size: int) -> None:
+    def _use_cache(self, *, num_blocks: int, block_size: int, num_snapshots: int) -> None:
         """Go on with an empty cache; requests that no longer fit end."""
-        for request, problem in self._scheduler.open_group(num_blocks=num_blocks, block_size=block_size):
+        refused = self._scheduler.open_group(num_blocks=num_blocks, block_size=block_size, num_snapshots=num_snapshots)
+        for request, problem in refused:
             active = self._outputs.get(request.request_id)
             if active is not None:
                 self._outputs.fail(active, problem)

@@ -23,10 +23,10 @@ from operator import attrgetter
 from typing import cast
 
 from hetero_api.v1.admin_pb2 import GetStatsResponse
-from hetero_gateway.engine.block_pool import BlockPool
+from hetero_gateway.engine.block_pool import BlockPool, StateSnapshots
 from hetero_gateway.engine.config import CacheSize, EngineConfig, max_running
 from hetero_gateway.engine.request import Completion
-from hetero_gateway.engine.step import NO_DECODES, DecodeView
+from hetero_gateway.engine.step import NO_DECODES, DecodeView, TakenSnapshot
 
 _slot_of = cast("Callable[[Completion], int]", attrgetter("slot"))
 _token_ids_of = cast("Callable[[Completion], list[int]]", attrgetter("token_ids"))
@@ -36,12 +36,26 @@ _end_token_ids_of = cast("Callable[[Completion], frozenset[int]]", attrgetter("e
 class RunningBatch:
     """Running completions on the cache of one group. `num_blocks` includes the null block."""
 
-    def __init__(self, config: EngineConfig, *, num_blocks: int, block_size: int, counts: GetStatsResponse) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        counts: GetStatsResponse,
+        num_snapshots: int = 0,
+    ) -> None:
         self._counts = counts
-        self._caching = config.enable_prefix_caching
+        self._caching = config.enable_prefix_caching and (num_snapshots > 0 or not config.keeps_states)
         self._max_running = max_running(config)
         self.pool = BlockPool(num_blocks=num_blocks)
-        self.cache = CacheSize(num_blocks=self.pool.capacity, block_size=block_size)
+        self.cache = CacheSize(
+            num_blocks=self.pool.capacity, block_size=block_size, shares_prompts=not config.keeps_states
+        )
+        self.snapshots: StateSnapshots | None = None
+        """Of sequences' states; None if the model keeps none."""
+        if config.keeps_states:
+            self.snapshots = StateSnapshots(count=num_snapshots, num_blocks=self.pool.capacity)
         self.slots = BatchSlots(config.max_num_seqs)
         self.running: dict[Completion, None] = {}
         self.prefilling: dict[Completion, None] = {}
@@ -53,11 +67,17 @@ class RunningBatch:
         return self._max_running - len(self.running)
 
     def find_prefix(self, completion: Completion) -> list[int]:
-        """Return blocks of the leading tokens whose KV is there: a sibling's, or cached.
+        """Return blocks of the leading tokens whose KV is there: a sibling's, or cached. States are there, too.
 
         The last token is always computed: it is what is sampled from. So is every token of a prompt whose
         log-probabilities are asked for.
         """
+        blocks = self._blocks_with_prefix(completion)
+        if self.snapshots is None or not blocks:
+            return blocks
+        return blocks[: self.snapshots.longest(completion.digests.upto(len(blocks), completion.token_ids))]
+
+    def _blocks_with_prefix(self, completion: Completion) -> list[int]:
         if computes_prompt_logprobs(completion):
             return []
         shared = self._blocks_of_sibling(completion)
@@ -112,12 +132,33 @@ class RunningBatch:
         for index in range(begin, num_full_blocks):
             self.pool.register(completion.block_ids[index], completion.digests.of_block(index, completion.token_ids))
 
+    def take_snapshots(self, completion: Completion, begin: int, end: int) -> list[TakenSnapshot]:
+        """Return the snapshots to take of a running completion that computes its known tokens [begin, end)."""
+        if self.snapshots is None:
+            return []
+        size, taken = self.cache.block_size, []
+        places = self.snapshots.places(begin // size, end // size, last=self.shareable_blocks(completion))
+        for num_blocks in places:
+            digest = completion.digests.of_block(num_blocks - 1, completion.token_ids)
+            snapshot = self.snapshots.take(digest)
+            if snapshot is not None:
+                taken.append(TakenSnapshot(num_blocks * size, snapshot, digest))
+        return taken
+
+    def states_of_prefix(self, completion: Completion, prefix: list[int]) -> int | None:
+        """Return the snapshot that a completion behind the blocks `prefix` begins with, for the plan in the making."""
+        if self.snapshots is None or not prefix:
+            return None
+        return self.snapshots.read(completion.digests.of_block(len(prefix) - 1, completion.token_ids))
+
     def least_urgent(self) -> Completion:
         """Return the completion that a preemption takes."""
         return max(self.running, key=lambda completion: completion.urgency)
 
     def shareable_blocks(self, completion: Completion) -> int:
         """Return how many full blocks of the prompt leave this completion a token to compute."""
+        if self.snapshots is not None and not self.snapshots.spacing:
+            return 0
         tokens = min(completion.num_prompt_tokens, completion.num_tokens - 1)
         return tokens // self.cache.block_size
 

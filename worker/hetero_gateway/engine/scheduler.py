@@ -22,6 +22,8 @@ waiting ones. What always holds:
 
 Completions of one request share the full blocks of its prompt: one computes them, the others are *parked* till then.
 
+Where a model keeps states of sequences, a residency begins where a snapshot of them was taken (`StateSnapshots`).
+
 Plain single-threaded Python without a clock of its own: the same calls give the same plans. A step costs
 O(tokens and completions in it) in bulk operations and O(1) Python for what is new in it, however many requests wait.
 """
@@ -58,7 +60,7 @@ class Scheduler:
     Made with blocks, it has a group from the start. Without a group it queues requests and schedules nothing.
     """
 
-    def __init__(self, config: EngineConfig, *, num_blocks: int = NULL_BLOCK_ONLY) -> None:
+    def __init__(self, config: EngineConfig, *, num_blocks: int = NULL_BLOCK_ONLY, num_snapshots: int = 0) -> None:
         self._config = config
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingLine()
@@ -67,7 +69,9 @@ class Scheduler:
         self._num_queued_tokens = 0
         self._counts = admin_pb2.GetStatsResponse()
         """Counts since the start, and the requests that run; `stats` adds the other gauges."""
-        self._batch, self._planner = self._new_cache(num_blocks=num_blocks, block_size=config.block_size)
+        self._batch, self._planner = self._new_cache(
+            num_blocks=num_blocks, block_size=config.block_size, num_snapshots=num_snapshots
+        )
         # What requests have to fit: the group's cache, or the last group's while there is none.
         self._cache = self._batch.cache
         self._is_open = num_blocks > NULL_BLOCK_ONLY
@@ -165,13 +169,15 @@ class Scheduler:
 
     # --- the group comes and goes -----------------------------------------------------------------------
 
-    def open_group(self, *, num_blocks: int, block_size: int) -> list[tuple[Request, InvalidRequest]]:
-        """Go on in another epoch or cache; `num_blocks` includes the null block.
+    def open_group(
+        self, *, num_blocks: int, block_size: int, num_snapshots: int = 0
+    ) -> list[tuple[Request, InvalidRequest]]:
+        """Go on in another epoch or cache; `num_blocks` includes the null block, `num_snapshots` are of states.
 
         All requests go on from the tokens that they have. Those that do not fit the cache even alone end, and are
         returned with the arithmetic; a request that left max_tokens open gets as many as fit.
         """
-        self._replace_cache(num_blocks=num_blocks, block_size=block_size)
+        self._replace_cache(num_blocks=num_blocks, block_size=block_size, num_snapshots=num_snapshots)
         self._cache = self._batch.cache
         self._is_open = True
         refused = [(request, problem) for request in self._requests.values() if (problem := self._refit(request))]
@@ -184,10 +190,12 @@ class Scheduler:
         self._replace_cache(num_blocks=NULL_BLOCK_ONLY, block_size=self._cache.block_size)
         self._is_open = False
 
-    def _replace_cache(self, *, num_blocks: int, block_size: int) -> None:
+    def _replace_cache(self, *, num_blocks: int, block_size: int, num_snapshots: int = 0) -> None:
         for completion in list(self._batch.running):
             self._batch.leave(completion)
-        self._batch, self._planner = self._new_cache(num_blocks=num_blocks, block_size=block_size)
+        self._batch, self._planner = self._new_cache(
+            num_blocks=num_blocks, block_size=block_size, num_snapshots=num_snapshots
+        )
         self._waiting.clear()
         for request in self._requests.values():
             if block_size != self._cache.block_size:
@@ -195,8 +203,10 @@ class Scheduler:
                     completion.digests = BlockDigests(cache_salt=request.asked.cache_salt, block_size=block_size)
             self._enter_line(request)
 
-    def _new_cache(self, *, num_blocks: int, block_size: int) -> tuple[RunningBatch, StepPlanner]:
-        batch = RunningBatch(self._config, num_blocks=num_blocks, block_size=block_size, counts=self._counts)
+    def _new_cache(self, *, num_blocks: int, block_size: int, num_snapshots: int) -> tuple[RunningBatch, StepPlanner]:
+        batch = RunningBatch(
+            self._config, num_blocks=num_blocks, block_size=block_size, counts=self._counts, num_snapshots=num_snapshots
+        )
         return batch, StepPlanner(self._config, batch=batch, waiting=self._waiting, counts=self._counts)
 
     def _refit(self, request: Request) -> InvalidRequest | None:
@@ -260,6 +270,8 @@ class Scheduler:
         completion = span.completion
         num_prompt = completion.num_prompt_tokens
         self._counts.prompt_tokens += min(span.end, num_prompt) - min(span.begin, num_prompt)
+        if self._batch.snapshots is not None:
+            self._batch.snapshots.taken([taken.digest for taken in span.snapshots])
         if completion.residency != span.residency:
             return
         batch = self._batch

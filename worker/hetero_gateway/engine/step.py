@@ -40,6 +40,14 @@ class DecodeView:
 NO_DECODES = DecodeView([], [], [], [], (), False)
 
 
+class TakenSnapshot(NamedTuple):
+    """A snapshot of a sequence's states behind its first `num_tokens` tokens, which end a block of this digest."""
+
+    num_tokens: int
+    snapshot: int
+    digest: bytes
+
+
 class SpanEntry(NamedTuple):
     """Part of a step in which a completion computes its tokens [begin, end).
 
@@ -52,6 +60,7 @@ class SpanEntry(NamedTuple):
     begin: int
     end: int
     sample: bool
+    snapshots: tuple[TakenSnapshot, ...] = ()
 
 
 class GrownEntry(NamedTuple):

@@ -6,12 +6,14 @@ docstring says what must hold of that; here it is made true. A planner lives as 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hetero_api.v1 import ranks_pb2
 from hetero_api.v1.admin_pb2 import GetStatsResponse
 from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.request import Completion
 from hetero_gateway.engine.running_batch import RunningBatch, computes_prompt_logprobs
-from hetero_gateway.engine.step import NO_DECODES, DecodeView, GrownEntry, ScheduledStep, SpanEntry
+from hetero_gateway.engine.step import NO_DECODES, DecodeView, GrownEntry, ScheduledStep, SpanEntry, TakenSnapshot
 from hetero_gateway.engine.waiting import WaitingLine
 
 
@@ -31,6 +33,8 @@ class StepPlanner:
     def plan(self, now: float) -> ScheduledStep | None:
         """Return the next step; None if there is nothing to compute now."""
         draft = StepDraft()
+        if self._batch.snapshots is not None:
+            self._batch.snapshots.begin_plan()
         num_preempted = self._counts.preemptions
         self._grow_decodes(draft)
         decodes = self._batch.decodes.view()
@@ -107,7 +111,8 @@ class StepPlanner:
                 return
             self._waiting.line.pop()
             self._start(draft, completion, prefix, now=now)
-            budget -= self._add_chunk(draft, completion, budget=budget)
+            from_snapshot = self._batch.states_of_prefix(completion, prefix)
+            budget -= self._add_chunk(draft, completion, budget=budget, from_snapshot=from_snapshot)
 
     def _is_blocked(self, completion: Completion) -> bool:
         """Return whether it did not fit and no more blocks are free since: its prefix need not be looked up again."""
@@ -127,9 +132,13 @@ class StepPlanner:
         draft.bind(completion, prefix)
         draft.add_blocks(completion, new_block_ids)
 
-    def _add_chunk(self, draft: StepDraft, completion: Completion, *, budget: int) -> int:
-        num_tokens = min(completion.num_tokens - completion.num_scheduled, budget)
-        draft.add_span(completion, num_tokens=num_tokens)
+    def _add_chunk(
+        self, draft: StepDraft, completion: Completion, *, budget: int, from_snapshot: int | None = None
+    ) -> int:
+        begin = completion.num_scheduled
+        num_tokens = min(completion.num_tokens - begin, budget)
+        snapshots = self._batch.take_snapshots(completion, begin, begin + num_tokens)
+        draft.add_span(completion, num_tokens=num_tokens, from_snapshot=from_snapshot, snapshots=snapshots)
         return num_tokens
 
     def _let_prefilled_decode(self, draft: StepDraft) -> tuple[Completion, ...]:
@@ -179,13 +188,28 @@ class StepDraft:
         self.block_slots.extend([completion.slot] * len(block_ids))
         self.block_ids.extend(block_ids)
 
-    def add_span(self, completion: Completion, *, num_tokens: int) -> None:
-        """Compute the completion's next `num_tokens` known tokens, and sample behind the last known one."""
+    def add_span(
+        self,
+        completion: Completion,
+        *,
+        num_tokens: int,
+        from_snapshot: int | None = None,
+        snapshots: Sequence[TakenSnapshot] = (),
+    ) -> None:
+        """Compute the completion's next `num_tokens` known tokens, and sample behind the last known one.
+
+        Its states begin with the snapshot `from_snapshot`, if there is one; `snapshots` are taken of them.
+        """
         begin = completion.num_scheduled
         end = completion.num_scheduled = begin + num_tokens
         sample = end == completion.num_tokens
-        self.spans.append(SpanEntry(completion, completion.slot, completion.residency, begin, end, sample))
-        self.plan.spans.add(slot=completion.slot, num_tokens=num_tokens, sample=sample)
+        entry = SpanEntry(completion, completion.slot, completion.residency, begin, end, sample, tuple(snapshots))
+        self.spans.append(entry)
+        span = self.plan.spans.add(
+            slot=completion.slot, num_tokens=num_tokens, sample=sample, from_snapshot=from_snapshot
+        )
+        for taken in snapshots:
+            span.snapshots.add(num_tokens=taken.num_tokens, snapshot=taken.snapshot)
 
     def step(
         self, *, decodes: DecodeView, last_draws: tuple[Completion, ...], released_slots: list[int]

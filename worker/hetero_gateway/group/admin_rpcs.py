@@ -150,7 +150,9 @@ class AdminRpcs:
 
     def _use_cache(self, cache: ranks_pb2.AllocateCache) -> None:
         """Have the engine go on with an empty cache."""
-        self._core.reset_cache(num_blocks=cache.num_blocks, block_size=cache.block_size)
+        self._core.reset_cache(
+            num_blocks=cache.num_blocks, block_size=cache.block_size, num_snapshots=cache.num_snapshots
+        )
 
     async def _update_weights(self, epoch: Epoch) -> admin_pb2.UpdateWeightsResponse:
         async with self._core.hold():

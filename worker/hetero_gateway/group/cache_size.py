@@ -2,7 +2,8 @@
 
 Ranks without heads have no cache and no say. The same arithmetic serves the first cache of an epoch, which is the
 resource's, and every reset, which an administrator asks for. Unless a number of blocks is asked for, no more are made
-than all sequences at full length could fill. Each error names the numbers and the fields that it follows from.
+than all sequences at full length could fill. Snapshots of sequences' states, if the model keeps any, are as many as all
+ranks have room for. Each error names the numbers and the fields that it follows from.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ def layout_of(cache: ranks_pb2.AllocateCache, settings: GroupSettings) -> admin_
 
 def first_cache(settings: GroupSettings, loaded: Sequence[ranks_pb2.Loaded]) -> ranks_pb2.AllocateCache:
     """Return the resource's own cache, from what the ranks reported, in rank order. Raises CacheSizeError."""
-    num_blocks = _choose_num_blocks(settings, loaded, settings.block_size)
-    return ranks_pb2.AllocateCache(num_blocks=num_blocks, block_size=settings.block_size)
+    return _cache_of(_choose_num_blocks(settings, loaded, settings.block_size), settings.block_size, loaded)
 
 
 def asked_cache(
@@ -37,12 +37,19 @@ def asked_cache(
     try:
         if not request.num_blocks:
             num_blocks = _choose_num_blocks(settings, loaded, block_size)
-            return ranks_pb2.AllocateCache(num_blocks=num_blocks, block_size=block_size)
+            return _cache_of(num_blocks, block_size, loaded)
     except CacheSizeError as error:
         field = "block_size" if request.block_size else "layout"
         raise InvalidCommand(field, f"asks for blocks of {block_size} tokens; {error}") from error
     _check_asked(request.num_blocks, block_size, settings, loaded)
-    return ranks_pb2.AllocateCache(num_blocks=request.num_blocks + 1, block_size=block_size)
+    return _cache_of(request.num_blocks + 1, block_size, loaded)
+
+
+def _cache_of(num_blocks: int, block_size: int, loaded: Sequence[ranks_pb2.Loaded]) -> ranks_pb2.AllocateCache:
+    """Return the cache with as many snapshots of states as all ranks have room for, at most one a block."""
+    room = [rank.snapshot_budget_bytes // rank.snapshot_bytes for rank in loaded if rank.snapshot_bytes]
+    num_snapshots = min([num_blocks - 1, *room]) if room else 0
+    return ranks_pb2.AllocateCache(num_blocks=num_blocks, block_size=block_size, num_snapshots=num_snapshots)
 
 
 def _asked_block_size(request: admin_pb2.ResetCacheRequest, settings: GroupSettings) -> int:

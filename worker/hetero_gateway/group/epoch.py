@@ -281,7 +281,13 @@ class Epoch:
         self._heartbeats.tolerate(SERVING_SILENCE_S)
         self._served_since_s = asyncio.get_running_loop().time()
         in_flight = self._executor.in_flight
-        self._core.open(in_flight, num_blocks=cache.num_blocks, block_size=cache.block_size, on_broken=self.end)
+        self._core.open(
+            in_flight,
+            num_blocks=cache.num_blocks,
+            block_size=cache.block_size,
+            num_snapshots=cache.num_snapshots,
+            on_broken=self.end,
+        )
         self._enter(GroupState.READY)
 
     # --- shared -----------------------------------------------------------------------------------------

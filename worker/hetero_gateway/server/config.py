@@ -178,4 +178,5 @@ def _engine_config(resource: HeteroInference, config: ModelConfig, settings: Gro
         lookahead_s=LOOKAHEAD_S,
         eos_token_ids=frozenset(config.eos_token_ids),
         vocab_size=config.vocab_size,
+        keeps_states=config.delta is not None,
     )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ import torch
 from hetero_worker.attention.kv_cache import LayerCache
 
 IntArray = npt.NDArray[np.int32]
+SlotArray = npt.NDArray[np.int64]
+NO_SLOTS: Final[SlotArray] = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +31,20 @@ class DecodeRows:
     """[rows]: tokens to attend to, the new one included."""
     block_tables: IntArray
     """[rows, at least blocks of the longest]: block ids; entries behind a row's last block are not read."""
+    slots: SlotArray = field(default_factory=lambda: NO_SLOTS)
+    """[rows]: where each sequence's states lie; models without states do not read it."""
 
     @property
     def num_rows(self) -> int:
         """Number of sequences."""
         return len(self.lengths)
+
+
+class SavedStates(NamedTuple):
+    """A copy of a sequence's states as they are behind its first `num_tokens` tokens."""
+
+    num_tokens: int
+    place: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +56,12 @@ class PrefillSpan:
     num_computed: int
     block_ids: IntArray
     """Blocks of the sequence, at least those that hold its first num_computed + end - begin tokens."""
+    slot: int = 0
+    """Where the sequence's states lie; models without states do not read it."""
+    states_from: int | None = None
+    """Where the states lie that the sequence begins with; None: it goes on with its own, or with empty ones."""
+    saves: tuple[SavedStates, ...] = ()
+    """Copies to make of the states, in the order of tokens."""
 
     @property
     def length(self) -> int:
@@ -81,6 +99,8 @@ class StepAttention(ABC):
 
     slot_mapping: torch.Tensor
     """The batch's, see AttentionBatch."""
+    batch: AttentionBatch
+    """The step's sequences, for layers that keep states of them."""
 
     @abstractmethod
     def attend_written(self, query: torch.Tensor, cache: LayerCache, rule: AttentionRule) -> torch.Tensor:

@@ -21,7 +21,11 @@ Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Keys and values: [num_blocks · block_size, kv_heads, head_dim] each; they may be one tensor."""
+    """Keys and values: [num_blocks · block_size, kv_heads, head_dim] each; they may be one tensor.
+
+    A layer of the gated delta rule has states of sequences in their place, a row for each slot of the batch
+    (`layers.delta_attention`).
+    """
 
     keys: torch.Tensor
     values: torch.Tensor

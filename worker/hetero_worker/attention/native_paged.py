@@ -48,7 +48,7 @@ class _NativeStep(StepAttention):
     """Operations of one step."""
 
     def __init__(self, batch: AttentionBatch, op_queue: OpQueue) -> None:
-        self.slot_mapping = batch.slot_mapping
+        self.batch, self.slot_mapping = batch, batch.slot_mapping
         self._decode = batch.decode
         self._spans = batch.prefills
         self._op_queue = op_queue

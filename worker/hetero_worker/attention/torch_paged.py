@@ -52,7 +52,7 @@ class TorchPagedAttention(AttentionBackend):
 
 class _TorchStep(StepAttention):
     def __init__(self, batch: AttentionBatch, device: torch.device, *, by_row: bool) -> None:
-        self.slot_mapping = batch.slot_mapping
+        self.batch, self.slot_mapping = batch, batch.slot_mapping
         self._sequences = list(_sequences(batch))
         self._device = device
         self._by_row = by_row

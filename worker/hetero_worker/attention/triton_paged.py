@@ -115,8 +115,7 @@ class _TritonStep(StepAttention):
         self, batch: AttentionBatch, tables: _SequenceTables | None, *, device: torch.device, num_programs: int | None
     ) -> None:
         """`num_programs` None: batch-invariant."""
-        self.slot_mapping = batch.slot_mapping
-        self._batch = batch
+        self.batch, self.slot_mapping = batch, batch.slot_mapping
         self._tables = tables
         self._device = device
         self._num_programs = num_programs
@@ -127,7 +126,7 @@ class _TritonStep(StepAttention):
         if not len(query):
             return out
         if self._tables is None:
-            self._tables = _tables_of(self._batch, block_size=cache.block_size, device=self._device)
+            self._tables = _tables_of(self.batch, block_size=cache.block_size, device=self._device)
         tables, scoring = self._tables, Scoring(rule.scale, rule.window, rule.soft_cap, rule.sinks)
         paged = PagedKeys(cache.keys, cache.values, cache.block_size, tables.tables, tables.lengths)
         first_span, longest = tables.num_decode, tables.longest_span

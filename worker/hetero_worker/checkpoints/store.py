@@ -73,7 +73,8 @@ class TensorSlice:
     def shape(self) -> tuple[int, ...]:
         """Shape of the slice."""
         picked = (self.rows, self.columns)[: len(self.full_shape)]
-        return tuple(size if part is None else part.size for part, size in zip(picked, self.full_shape, strict=False))
+        sizes = zip(picked, self.full_shape, strict=False)
+        return *(size if part is None else part.size for part, size in sizes), *self.full_shape[2:]
 
     @property
     def row_range(self) -> UnitRange:

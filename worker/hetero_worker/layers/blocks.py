@@ -25,6 +25,7 @@ from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, HeadWeights
 from hetero_worker.layers.linear import (
     ShardedLinear,
     down_linear,
+    gate_linear,
     gate_up_linear,
     output_linear,
     packed_mlp,
@@ -100,9 +101,15 @@ class Attention(ABC):
             linear.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
 
     def allocate_cache(
-        self, *, num_blocks: int, block_size: int, dtype: torch.dtype, zeros: Zeros = empty_on_huge_pages
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,  # noqa: ARG002 - for kinds that keep states of sequences
+        dtype: torch.dtype,
+        zeros: Zeros = empty_on_huge_pages,
     ) -> LayerCache:
-        """Return an empty cache of what this rank caches."""
+        """Return an empty cache of what this rank caches; states of sequences have `num_slots` rows."""
         return LayerCache.allocate(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -132,7 +139,10 @@ class Attention(ABC):
 
 
 class SelfAttention(Attention):
-    """norm → fused qkv → head norms → rotation → cache and attention → output projection."""
+    """norm → fused qkv → head norms → rotation → cache and attention → output projection.
+
+    Some models multiply what was attended by the sigmoid of gates, which are made of the normed input.
+    """
 
     def __init__(
         self, config: ModelConfig, layer: int, heads: UnitRange, *, adds_bias: bool, ops: FusedOps = PLAIN_OPS
@@ -145,6 +155,7 @@ class SelfAttention(Attention):
         self._num_heads = heads.size * config.group_size
         self._head_dim = config.head_dim
         self._qkv = qkv_linear(config, prefix, heads)
+        self._gate = gate_linear(config, prefix, heads) if config.gated_attention else None
         self._output = output_linear(config, prefix, heads, bias=adds_bias)
         self._head_norms = HeadNorms(config, prefix, heads) if config.qk_norm else None
         self._sinks: TensorSlice | None = None
@@ -157,7 +168,7 @@ class SelfAttention(Attention):
 
     @property
     def _linears(self) -> tuple[ShardedLinear, ...]:
-        return self._qkv, self._output
+        return (self._qkv, self._output) if self._gate is None else (self._qkv, self._gate, self._output)
 
     def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
         """See `Attention.weight_bytes`."""
@@ -188,7 +199,8 @@ class SelfAttention(Attention):
         sum_over_ranks: SumOverRanks = lambda _: None,
     ) -> torch.Tensor:
         """Return the partial sum [tokens, hidden] of the residual stream."""
-        qkv = self._qkv(stream.normed(self._norm))
+        normed = stream.normed(self._norm)
+        qkv = self._qkv(normed)
         by_head = qkv.view(len(qkv), -1, self._head_dim)
         query = self._ops.rotate_and_write(
             by_head,
@@ -198,7 +210,8 @@ class SelfAttention(Attention):
             cache=cache,
             slots=attention.slot_mapping,
         )
-        return self._output(attention.attend_written(query, cache, self._rule))
+        attended = attention.attend_written(query, cache, self._rule)
+        return self._output(attended if self._gate is None else self._ops.opened(attended, self._gate(normed)))
 
     def _norms_of(self, qkv: torch.Tensor, sum_over_ranks: SumOverRanks) -> HeadWeights | None:
         """Return the norms of [tokens, heads + 2 · kv_heads, head_dim]; ranks meet if they are over all heads."""
@@ -234,6 +247,7 @@ class GatedMlp:
         self._norm = norm or mlp_norm(config, layer, ops)
         self._gate_up = gate_up_linear(config, prefix, width, columns)
         self._down = down_linear(config, prefix, width, columns, bias=adds_bias)
+        self._factor = _SharedGate.of_layer(config, layer, ops)
 
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -246,12 +260,14 @@ class GatedMlp:
 
     def linear_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
         """Return the most bytes that the loaded weights take, without the norm."""
-        return sum(part.weight_bytes(dtype, kernel) for part in (self._gate_up, self._down))
+        factor = 0 if self._factor is None else self._factor.weight_bytes
+        return factor + sum(part.weight_bytes(dtype, kernel) for part in (self._gate_up, self._down))
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors of the loaded weights, except those that a kernel has packed."""
-        return tuple(tensor for part in (self._norm, self._gate_up, self._down) for tensor in part.tensors)
+        parts = (self._norm, self._gate_up, self._down, self._factor)
+        return tuple(tensor for part in parts if part is not None for tensor in part.tensors)
 
     def load(
         self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
@@ -260,6 +276,8 @@ class GatedMlp:
         self._norm.load(checkpoint, dtype=dtype, device=device)
         self._gate_up.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
         self._down.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
+        if self._factor is not None:
+            self._factor.load(checkpoint, device)
 
     @property
     def packed(self) -> PackedMlp:
@@ -281,7 +299,42 @@ class GatedMlp:
 
     def of_normed(self, normed: torch.Tensor) -> torch.Tensor:
         """Return the partial sum [tokens, hidden] of normed hidden states [tokens, hidden]."""
-        return self._down(self._ops.gated(self._gate_up(normed), self._activation))
+        result = self._down(self._ops.gated(self._gate_up(normed), self._activation))
+        return result if self._factor is None else self._ops.opened(result, self._factor(normed))
+
+
+class _SharedGate:
+    """Logit of the factor that the expert of all tokens has for each token. Not usable before `load`."""
+
+    def __init__(self, name: str, hidden_size: int, ops: FusedOps) -> None:
+        self._source = TensorSlice(name, (1, hidden_size))
+        self._ops = ops
+        self.tensors: tuple[torch.Tensor, ...] = ()
+
+    @classmethod
+    def of_layer(cls, config: ModelConfig, layer: int, ops: FusedOps) -> _SharedGate | None:
+        """Return the gate of a layer's expert of all tokens; None where it has none."""
+        experts = config.experts
+        if experts is None or layer not in experts.layers or not experts.has_shared_gate:
+            return None
+        name = f"{experts.names.block_of(layer)}.{experts.names.shared_gate}.weight"
+        return cls(name, config.hidden_size, ops)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that the loaded weight takes."""
+        return self._source.shape[1] * torch.float32.itemsize
+
+    def load(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        """Read the weight. Raises ModelError."""
+        weight = torch.empty(self._source.shape, dtype=torch.float32)
+        checkpoint.read(self._source, weight)
+        self.tensors = (weight.to(device),)
+
+    def __call__(self, normed: torch.Tensor) -> torch.Tensor:
+        """Return float32 [tokens, 1] of normed hidden states [tokens, hidden]."""
+        (weight,) = self.tensors
+        return self._ops.row_products(normed, weight)
 
 
 def mlp_prefix(config: ModelConfig, layer: int) -> str:

@@ -17,6 +17,8 @@ import torch
 from torch.nn import functional as F
 
 from hetero_api.model_parts import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
+from hetero_worker.attention.base import AttentionBatch
+from hetero_worker.attention.delta_rule import DeltaInputs, DeltaWeights, gated_delta_rule
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.distributed.exchange import sum_in_order
 from hetero_worker.kernels.expert_choice import RouterWeights, choose, router_logits
@@ -94,6 +96,20 @@ class FusedOps(Protocol):
         """Return activation(gate) · up, new [rows, columns], of [rows, gate | up]."""
         ...
 
+    def opened(self, x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """Multiply x [rows, width] in place by the sigmoid of gates [rows, width or 1], and return it."""
+        ...
+
+    def row_products(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return float32 [rows, 1] of x [rows, width] and a row of weights, float32 [1, width]."""
+        ...
+
+    def delta_rule(
+        self, inputs: DeltaInputs, weights: DeltaWeights, cache: LayerCache, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """Return [tokens, value heads · value_dim] of the gated delta rule, and take states on (`delta_rule`)."""
+        ...
+
     def mean_squares(self, qkv: torch.Tensor, *, num_heads: int, widths: tuple[int, int]) -> torch.Tensor:
         """Return this rank's part of `HeadWeights.mean_squares`, new float32 [tokens, 2]; ranks' parts add up.
 
@@ -169,6 +185,12 @@ class TorchOps(ABC):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `FusedOps.rms_norm`."""
 
+    def delta_rule(
+        self, inputs: DeltaInputs, weights: DeltaWeights, cache: LayerCache, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """See `FusedOps.delta_rule`."""
+        return gated_delta_rule(inputs, weights, cache, batch)
+
     def rotate_latent(
         self, query: torch.Tensor, compressed: torch.Tensor, rotation: Rotation, norm: LatentNorm, write: LatentWrite
     ) -> torch.Tensor:
@@ -243,6 +265,14 @@ class PlainOps(TorchOps):
             case "clamped_swiglu":
                 gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
                 return gate.mul(SWIGLU_ALPHA).sigmoid_().mul_(gate).mul_(up + 1)
+
+    def opened(self, x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """See `FusedOps.opened`."""
+        return x.mul_(gates.sigmoid())
+
+    def row_products(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See `FusedOps.row_products`."""
+        return F.linear(x.float(), weight)
 
     def mean_squares(self, qkv: torch.Tensor, *, num_heads: int, widths: tuple[int, int]) -> torch.Tensor:
         """See `FusedOps.mean_squares`."""

@@ -20,6 +20,9 @@ from typing import Final
 import torch
 
 from hetero_api.model_parts import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
+from hetero_worker.attention.base import AttentionBatch
+from hetero_worker.attention.delta_rule import DeltaInputs, DeltaWeights, gated_delta_rule
+from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.layers.fused_ops import HeadWeights, RotatedHeads, TorchOps, each_head, kv_heads_of, widened_heads
 from hetero_worker.layers.rotary import Rotation
 
@@ -62,6 +65,20 @@ class InvariantOps(TorchOps):
         """See `FusedOps.gated`."""
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         return in_slices(lambda rows: self._gated(gate_up[rows], activation), out)
+
+    def opened(self, x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """See `FusedOps.opened`."""
+        return in_slices(lambda rows: x[rows].float() / self.exp(-gates[rows].float()).add_(1), x)
+
+    def row_products(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See `FusedOps.row_products`."""
+        return row_sums(x.float() * weight)
+
+    def delta_rule(
+        self, inputs: DeltaInputs, weights: DeltaWeights, cache: LayerCache, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """See `FusedOps.delta_rule`."""
+        return gated_delta_rule(inputs, weights, cache, batch, by_token=True)
 
     def mean_squares(self, qkv: torch.Tensor, *, num_heads: int, widths: tuple[int, int]) -> torch.Tensor:
         """See `FusedOps.mean_squares`."""

@@ -19,7 +19,7 @@ from hetero_worker.attention.base import AttentionRule, StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import TensorSlice
-from hetero_worker.layers.blocks import Attention, SelfAttention, SumOverRanks
+from hetero_worker.layers.blocks import Attention, SumOverRanks
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, LatentNorm, LatentWrite
 from hetero_worker.layers.linear import ShardedLinear, compressing_linear, latent_query_linear, output_linear
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedHeads
@@ -148,14 +148,6 @@ class _HeadMatrices:
     def from_cache(self, attended: torch.Tensor, out: torch.Tensor) -> None:
         """Write [tokens, heads, value_dim] of [tokens, heads, rank]."""
         self._products[1](attended, out)
-
-
-def self_attention(
-    config: ModelConfig, layer: int, heads: UnitRange, *, adds_bias: bool, ops: FusedOps = PLAIN_OPS
-) -> Attention:
-    """Return the attention of a layer's KV heads `heads`, of the model's kind."""
-    kind = SelfAttention if config.latent is None else LatentAttention
-    return kind(config, layer, heads, adds_bias=adds_bias, ops=ops)
 
 
 def _compressed_norm(name: str, width: int, ops: FusedOps) -> RmsNorm:

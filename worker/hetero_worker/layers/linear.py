@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from hetero_api.model_config import ModelConfig
-from hetero_api.model_parts import ExpertsConfig, LatentShape, RowOrder
+from hetero_api.model_parts import DeltaShape, ExpertsConfig, LatentShape, RowOrder
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import COLUMN_UNIT, FLOAT_WEIGHTS, StoredWeights, WeightFormat
 from hetero_worker.checkpoints.checkpoint import Checkpoint
@@ -172,16 +172,78 @@ class JoinedWeights(PackedWeight):
 
 def qkv_linear(config: ModelConfig, prefix: str, heads: UnitRange) -> ShardedLinear:
     """Return the fused q, k and v projection of the KV heads `heads` and their query heads; output [q | k | v]."""
-    query = heads.scaled(config.group_size * config.head_dim)
     unit = config.kv_heads_a_unit * config.head_dim
     key, width = heads.scaled(unit), config.num_kv_heads * unit
     values = "k_proj" if config.keys_are_values else "v_proj"
     parts = [
-        _Rows(f"{prefix}.q_proj", config.num_heads * config.head_dim, query, config.head_order),
+        *_query_rows(config, prefix, heads),
         _Rows(f"{prefix}.k_proj", width, key, config.head_order),
         _Rows(f"{prefix}.{values}", width, key),
     ]
     return _column_parallel(parts, config=config, bias=config.qkv_bias)
+
+
+def gate_linear(config: ModelConfig, prefix: str, heads: UnitRange) -> ShardedLinear:
+    """Return the projection to the gates of the query heads of KV heads `heads`."""
+    dim, name = config.head_dim, f"{prefix}.q_proj"
+    gates = (UnitRange((2 * head + 1) * dim, (2 * head + 2) * dim) for head in range(*heads.scaled(config.group_size)))
+    return _column_parallel(
+        [_Rows(name, 2 * config.num_heads * dim, rows) for rows in gates], config=config, bias=config.qkv_bias
+    )
+
+
+def _query_rows(config: ModelConfig, prefix: str, heads: UnitRange) -> list[_Rows]:
+    """Return the rows of the query heads of KV heads; each head's gates, if there are any, stand behind it."""
+    dim, name, own = config.head_dim, f"{prefix}.q_proj", heads.scaled(config.group_size)
+    if not config.gated_attention:
+        return [_Rows(name, config.num_heads * dim, own.scaled(dim), config.head_order)]
+    queries = (UnitRange(2 * head * dim, (2 * head + 1) * dim) for head in range(*own))
+    return [_Rows(name, 2 * config.num_heads * dim, rows, config.head_order) for rows in queries]
+
+
+def delta_inputs_linear(config: ModelConfig, delta: DeltaShape, prefix: str, heads: UnitRange) -> ShardedLinear:
+    """Return the projection to the key heads `heads` of the gated delta rule; output [q | k | v | z]."""
+    key, value = delta.key_dim, delta.group * delta.value_dim
+    if delta.by_head:
+        parts = _rows_by_head(f"{prefix}.in_proj_qkvz", delta.key_heads, (key, key, value, value), heads)
+    else:
+        keys, height = delta.key_heads * key, delta.key_heads * delta.channels
+        qkv = [(0, key), (keys, key), (2 * keys, value)]
+        parts = [_Rows(f"{prefix}.in_proj_qkv", height, _shifted(heads.scaled(width), at)) for at, width in qkv]
+        parts.append(_Rows(f"{prefix}.in_proj_z", delta.key_heads * value, heads.scaled(value)))
+    return _column_parallel(parts, config=config, bias=False)
+
+
+def delta_gates_linear(config: ModelConfig, delta: DeltaShape, prefix: str, heads: UnitRange) -> ShardedLinear:
+    """Return the projection to what opens and decays the states of these key heads, always floats; output [b | a]."""
+    group = delta.group
+    if delta.by_head:
+        parts = _rows_by_head(f"{prefix}.in_proj_ba", delta.key_heads, (group, group), heads)
+    else:
+        own = heads.scaled(group)
+        parts = [_Rows(f"{prefix}.in_proj_{name}", delta.value_heads, own) for name in ("b", "a")]
+    return _column_parallel(parts, config=config, bias=False, stored=StoredWeights(floats=config.weights.floats))
+
+
+def delta_output_linear(config: ModelConfig, delta: DeltaShape, prefix: str, heads: UnitRange) -> ShardedLinear:
+    """Return the output projection of the gated delta rule from this rank's key heads: a partial sum."""
+    unit = delta.group * delta.value_dim
+    inputs = delta.key_heads * unit, heads.scaled(unit)
+    return _row_parallel(f"{prefix}.out_proj", config, inputs, unit=unit, bias=False)
+
+
+def _rows_by_head(name: str, num_heads: int, widths: Sequence[int], heads: UnitRange) -> list[_Rows]:
+    """Return rows of a projection that is stored head by head, in the order of their kinds, which are so wide."""
+    unit, begins = sum(widths), accumulate(widths, initial=0)
+    return [
+        _Rows(name, num_heads * unit, UnitRange(head * unit + begin, head * unit + begin + width))
+        for begin, width in zip(begins, widths, strict=False)
+        for head in range(*heads)
+    ]
+
+
+def _shifted(rows: UnitRange, by: int) -> UnitRange:
+    return UnitRange(rows.begin + by, rows.end + by)
 
 
 def output_linear(config: ModelConfig, prefix: str, heads: UnitRange, *, bias: bool) -> ShardedLinear:

@@ -115,7 +115,8 @@ class ExpertMlp:
         self._router.load(checkpoint, device)
         for expert in self._experts.values():
             expert.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
-        shared = self._shared.packed if self._shared is not None and not self._adds_apart else None
+        is_joined = not self._adds_apart and not self._shape.has_shared_gate
+        shared = self._shared.packed if self._shared is not None and is_joined else None
         self._joined = kernel.join_experts(self._shape, self._config.activation, shared=shared, counts=self._counts)
         self.hold(self._experts)
 
@@ -173,7 +174,10 @@ class ExpertMlp:
                 of_experts.copy_(self._joined(normed, *self._router(hidden)))
                 return partial
         elif self._joined is not None:
-            return self._joined(normed, *self._router(hidden))
+            of_experts = self._joined(normed, *self._router(hidden))
+            if self._shared is not None and self._shape.has_shared_gate:
+                of_experts.add_(self._shared.of_normed(normed))
+            return of_experts
         else:
             partial = torch.zeros_like(hidden) if self._shared is None else self._shared.of_normed(normed)
             of_experts = partial

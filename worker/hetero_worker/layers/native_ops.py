@@ -12,6 +12,8 @@ from typing import Final
 import torch
 
 from hetero_api.model_parts import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
+from hetero_worker.attention.base import AttentionBatch
+from hetero_worker.attention.delta_rule import DeltaInputs, DeltaWeights
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.kernels.expert_choice import RouterWeights
 from hetero_worker.layers.fused_ops import (
@@ -95,6 +97,20 @@ class NativeOps:
         op = gated_op(rows, *given, out.data_ptr(), SWIGLU_ALPHA, SWIGLU_LIMIT)
         self._op_queue.submit(op)
         return out
+
+    def opened(self, x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """See `FusedOps.opened`."""
+        return self._others.opened(x, gates)
+
+    def row_products(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See `FusedOps.row_products`."""
+        return self._others.row_products(x, weight)
+
+    def delta_rule(
+        self, inputs: DeltaInputs, weights: DeltaWeights, cache: LayerCache, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """See `FusedOps.delta_rule`."""
+        return self._others.delta_rule(inputs, weights, cache, batch)
 
     def mean_squares(self, qkv: torch.Tensor, *, num_heads: int, widths: tuple[int, int]) -> torch.Tensor:
         """See `FusedOps.mean_squares`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetero_api.rank_memory import RUNTIME_BYTES, KvCost
+from hetero_api.rank_memory import RUNTIME_BYTES, SNAPSHOT_PART, KvCost
 from hetero_worker.errors import MemoryBudgetError
 
 
@@ -21,6 +21,10 @@ class MemoryBudget:
     weight_bytes: int
     workspace_bytes: int
     runtime_bytes: int = RUNTIME_BYTES
+    state_bytes: int = 0
+    """States of all sequences that may run, in layers of the gated delta rule."""
+    snapshot_bytes: int = 0
+    """One snapshot of a sequence's states."""
     graph_bytes: int = 0
     """Reserve for graphs of steps, which are recorded after the cache is allocated."""
     available_bytes: int | None = None
@@ -34,6 +38,11 @@ class MemoryBudget:
         left = self._left_of_given
         return left if self.available_bytes is None else min(left, self.available_bytes - self._kept)
 
+    @property
+    def snapshot_budget_bytes(self) -> int:
+        """Memory for snapshots of sequences' states; 0 for a rank that keeps none."""
+        return max(0, self.left_bytes) // SNAPSHOT_PART if self.snapshot_bytes else 0
+
     def kv_budget_bytes(self, cost: KvCost) -> int:
         """Return the most bytes that the KV cache may take; 0 for a rank without heads.
 
@@ -43,12 +52,15 @@ class MemoryBudget:
         if left <= 0:
             raise MemoryBudgetError(
                 f"no memory is left for the KV cache: {self}; {self.remedy}, give it a smaller share, or lower "
-                f"maxNumBatchedTokens or maxModelLen{', or set enforceEager' if self.graph_bytes else ''}"
+                f"maxNumBatchedTokens or maxModelLen{', or maxNumSeqs' if self.state_bytes else ''}"
+                f"{', or set enforceEager' if self.graph_bytes else ''}"
             )
-        return cost.cache_of(left)
+        return cost.cache_of(left - self.snapshot_budget_bytes)
 
     def __str__(self) -> str:
         kept = f"{mib(self.workspace_bytes)} workspace"
+        if self.state_bytes:
+            kept += f" - {mib(self.state_bytes)} states of sequences"
         if self.graph_bytes:
             kept += f" - {mib(self.graph_bytes)} graphs"
         text = (
@@ -62,7 +74,7 @@ class MemoryBudget:
     @property
     def _kept(self) -> int:
         """Memory that must stay free after the load."""
-        return self.workspace_bytes + self.graph_bytes
+        return self.workspace_bytes + self.state_bytes + self.graph_bytes
 
     @property
     def _left_of_given(self) -> int:

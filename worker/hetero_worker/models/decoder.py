@@ -136,17 +136,17 @@ class Decoder:
         return [tensor for part in parts if part is not None for tensor in part.tensors]
 
     def allocate_caches(
-        self, *, num_blocks: int, block_size: int, zeros: Zeros = empty_on_huge_pages
+        self, *, num_blocks: int, block_size: int, num_slots: int = 1, zeros: Zeros = empty_on_huge_pages
     ) -> list[LayerCache | None]:
         """Return one cache per layer; None if this rank holds no heads of the layer, or steps skip it.
 
-        `zeros`: as for `LayerCache.allocate`.
+        `num_slots`: sequences that may have states at once. `zeros`: as for `LayerCache.allocate`.
         """
         return [
             None
             if layer.attention is None or i in self._skipped
             else layer.attention.allocate_cache(
-                num_blocks=num_blocks, block_size=block_size, dtype=self._cache_dtype, zeros=zeros
+                num_blocks=num_blocks, block_size=block_size, num_slots=num_slots, dtype=self._cache_dtype, zeros=zeros
             )
             for i, layer in enumerate(self._layers)
         ]

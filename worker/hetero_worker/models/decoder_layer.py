@@ -7,20 +7,21 @@ from collections.abc import Collection, Sequence
 import torch
 
 from hetero_api.model_config import ModelConfig
-from hetero_api.sharding import ShardPlan
+from hetero_api.sharding import ShardPlan, UnitRange
 from hetero_worker.attention.base import StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.distributed.exchange import SumExchange
-from hetero_worker.layers.blocks import Attention, GatedMlp, layer_norm, mlp_norm
+from hetero_worker.layers.blocks import Attention, GatedMlp, SelfAttention, layer_norm, mlp_norm
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
-from hetero_worker.layers.latent_attention import self_attention
+from hetero_worker.layers.latent_attention import LatentAttention
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import ExpertMlp
 from hetero_worker.layers.norm import ResidualStream, RmsNorm
 from hetero_worker.layers.rotary import Rotation
 from hetero_worker.memory.streams import HOST
+from hetero_worker.models.delta_attention import DeltaAttention
 from hetero_worker.models.lending import Lending
 
 
@@ -165,6 +166,16 @@ class DecoderLayer:
         if self.mlp is None:
             raise ValueError("a rank that owns nothing of a layer cannot help with it")
         lending.help(like, self.mlp)
+
+
+def self_attention(
+    config: ModelConfig, layer: int, heads: UnitRange, *, adds_bias: bool, ops: FusedOps = PLAIN_OPS
+) -> Attention:
+    """Return the attention of a layer's KV heads `heads`, or what the layer has in its place."""
+    if layer in config.delta_layers:
+        return DeltaAttention(config, layer, heads, ops=ops)
+    kind = SelfAttention if config.latent is None else LatentAttention
+    return kind(config, layer, heads, adds_bias=adds_bias, ops=ops)
 
 
 def _contributors(holders: Sequence[int], mlp_owners: Collection[int]) -> tuple[int, ...]:

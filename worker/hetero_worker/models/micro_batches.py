@@ -74,13 +74,20 @@ def _part(attention: AttentionBatch, begin: int, end: int) -> AttentionBatch:
     decode = attention.decode
     rows = slice(begin, min(end, decode.num_rows))
     spans = (_cut_span(span, begin, end) for span in attention.prefills if span.begin < end and begin < span.end)
-    return AttentionBatch(
-        attention.slot_mapping[begin:end], DecodeRows(decode.lengths[rows], decode.block_tables[rows]), tuple(spans)
-    )
+    decoding = DecodeRows(decode.lengths[rows], decode.block_tables[rows], decode.slots[rows])
+    return AttentionBatch(attention.slot_mapping[begin:end], decoding, tuple(spans))
 
 
 def _cut_span(span: PrefillSpan, begin: int, end: int) -> PrefillSpan:
     """Return the part of the span in rows [begin, end); earlier rows count as computed."""
     first, last = max(span.begin, begin), min(span.end, end)
     computed = span.num_computed + first - span.begin
-    return PrefillSpan(first - begin, last - begin, computed, span.block_ids)
+    return PrefillSpan(
+        first - begin,
+        last - begin,
+        computed,
+        span.block_ids,
+        span.slot,
+        span.states_from if first == span.begin else None,
+        tuple(save for save in span.saves if computed < save.num_tokens <= computed + last - first),
+    )

@@ -92,7 +92,8 @@ class _Measurement:
 
     def _stack(self, layer: LayerSize, *, copies: int) -> LayerStack:
         positions = max(positions_of(step.rows, step.context) for step in self._steps)
-        return LayerStack(self._config, layer, copies=copies, positions=positions, site=self._site)
+        slots = max(step.rows for step in self._steps)
+        return LayerStack(self._config, layer, copies=copies, positions=positions, slots=slots, site=self._site)
 
     def run(self) -> MeasuredCosts:
         rounds = list(self._rounds())

@@ -22,12 +22,12 @@ from hetero_worker.attention.kv_cache import LayerCache, Zeros
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.layers.blocks import Attention, GatedMlp, layer_norm, mlp_norm
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
-from hetero_worker.layers.latent_attention import self_attention
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import ExpertMlp
 from hetero_worker.layers.norm import RmsNorm
 from hetero_worker.layers.rotary import RotaryTables, Rotation
 from hetero_worker.memory.huge_pages import empty_on_huge_pages
+from hetero_worker.models.decoder_layer import self_attention
 from hetero_worker.native.op_queue import Arena, OpQueue
 from hetero_worker.probe.sizes import UNIT, LayerSize
 from hetero_worker.probe.synthetic import EvenRouter, even_units
@@ -127,7 +127,8 @@ def _batch(rows: int, context: int, device: torch.device) -> AttentionBatch:
     blocks = _blocks_of(context)
     tables = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks) + _NULL_BLOCKS
     slots = torch.from_numpy(tables[:, 0].astype(np.int64)) * BLOCK_SIZE + context - 1
-    return AttentionBatch(slots.to(device), DecodeRows(np.full(rows, context, dtype=np.int32), tables), ())
+    decode = DecodeRows(np.full(rows, context, dtype=np.int32), tables, np.arange(rows, dtype=np.int64))
+    return AttentionBatch(slots.to(device), decode, ())
 
 
 def _blocks_of(tokens: int) -> int:
@@ -140,17 +141,19 @@ def positions_of(rows: int, context: int) -> int:
 
 
 class LayerStack:
-    """`copies` copies of a layer of one size; caches hold up to `positions` positions."""
+    """`copies` copies of a layer of one size; caches hold up to `positions` positions, and states of `slots`."""
 
-    def __init__(self, config: ModelConfig, size: LayerSize, *, copies: int, positions: int, site: Site) -> None:
+    def __init__(
+        self, config: ModelConfig, size: LayerSize, *, copies: int, positions: int, slots: int, site: Site
+    ) -> None:
         self._size = size
         self._record = site.record
         self._layers = [_Copy(config, i, size, ops=site.ops) for i in range(copies)]
         for layer in self._layers:
             layer.load(site)
-        self._caches = self._make_caches(positions, site)
+        self._caches = self._make_caches(positions, slots, site)
 
-    def _make_caches(self, positions: int, site: Site) -> list[LayerCache]:
+    def _make_caches(self, positions: int, slots: int, site: Site) -> list[LayerCache]:
         """Return a cache for each layer; layers whose caches are alike share them once there are enough."""
         taken, blocks = 0, positions // BLOCK_SIZE
         caches: list[LayerCache] = []
@@ -158,7 +161,7 @@ class LayerStack:
         for i, layer in enumerate(self._layers):
             alike = made.setdefault(layer.cached_shape, [])
             if not alike or taken + alike[0].num_bytes <= CACHE_BYTES:
-                cache = layer.allocate_cache(blocks, site)
+                cache = layer.allocate_cache(blocks, slots, site)
                 cache.keys.fill_(1.0)
                 cache.values.fill_(1.0)
                 alike.append(cache)
@@ -225,9 +228,9 @@ class _Copy:
     def cached_shape(self) -> tuple[int, int]:
         return self._attention.cached_shape
 
-    def allocate_cache(self, blocks: int, site: Site) -> LayerCache:
+    def allocate_cache(self, blocks: int, slots: int, site: Site) -> LayerCache:
         return self._attention.allocate_cache(
-            num_blocks=blocks, block_size=BLOCK_SIZE, dtype=site.dtype, zeros=site.zeros
+            num_blocks=blocks, block_size=BLOCK_SIZE, num_slots=slots, dtype=site.dtype, zeros=site.zeros
         )
 
     def load(self, site: Site) -> None:

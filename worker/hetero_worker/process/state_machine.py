@@ -363,7 +363,7 @@ class WorkerStateMachine:
 
     def _allocate(self, arrival: Arrival) -> None:
         order = arrival.message.allocate_cache
-        kv_bytes = self._runner.allocate(order.num_blocks, order.block_size)
+        kv_bytes = self._runner.allocate(order.num_blocks, order.block_size, order.num_snapshots)
         self._enter(RankState.SERVING)
         self._send(ranks_pb2.RankMessage(allocated=ranks_pb2.Allocated(kv_bytes=kv_bytes)))
 

@@ -173,8 +173,10 @@ class Runner(Protocol):
         """
         ...
 
-    def allocate(self, num_blocks: int, block_size: int) -> int:
+    def allocate(self, num_blocks: int, block_size: int, num_snapshots: int = 0) -> int:
         """Make the KV cache (null block 0 included), drop all slot state, return the cache's bytes.
+
+        `num_snapshots`: of states, if the model keeps any.
 
         Raises MemoryBudgetError when it exceeds the budget that `load` reported, ProtocolError before `load`.
         """

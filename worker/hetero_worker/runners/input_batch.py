@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.attention.base import AttentionBatch, DecodeRows, PrefillSpan
+from hetero_worker.attention.base import AttentionBatch, DecodeRows, PrefillSpan, SavedStates
 from hetero_worker.models.decoder import DecoderInput
 from hetero_worker.runners.plan_check import PlanBounds
 from hetero_worker.runners.slots import Int64Array, SlotList, SlotTable
@@ -233,7 +233,11 @@ class InputBuffers:
         self._positions[begin:end] = self._all_positions[first:last]
         self._table_rows[begin:end] = slot * slots.max_blocks
         num_blocks = -(-last // self._bounds.block_size)
-        return PrefillSpan(begin, end, first, slots.block_tables[slot, :num_blocks])
+        # States of snapshots lie behind those of all slots.
+        behind = self._bounds.max_num_seqs
+        states_from = behind + span.from_snapshot if span.HasField("from_snapshot") else None
+        saves = tuple(SavedStates(save.num_tokens, behind + save.snapshot) for save in span.snapshots)
+        return PrefillSpan(begin, end, first, slots.block_tables[slot, :num_blocks], slot, states_from, saves)
 
     def _decode_input(self, count: int) -> DecoderInput:
         made = self._decode_inputs.get(count)
@@ -269,7 +273,7 @@ class InputBuffers:
             logit_rows=self._logit_rows[:count],
             slot_tensor=torch.from_numpy(slots),
             table_tensor=torch.from_numpy(tables),
-            rows=DecodeRows(self._lengths[:count], tables),
+            rows=DecodeRows(self._lengths[:count], tables, slots),
         )
 
 

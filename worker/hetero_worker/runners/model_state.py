@@ -206,12 +206,17 @@ def make_cache(
         vocab_size=request.config.vocab_size,
         num_blocks=num_blocks,
         block_size=block_size,
+        num_snapshots=order.num_snapshots,
+        keeps_states=request.config.delta is not None,
     )
     parts = backend.steps.make(bounds, request)
     if layers is None:
         pool = backend.memory_pool
         with pool.apart():
-            layers = decoder.allocate_caches(num_blocks=num_blocks, block_size=block_size, zeros=pool.zeros)
+            num_slots = request.max_num_seqs + order.num_snapshots
+            layers = decoder.allocate_caches(
+                num_blocks=num_blocks, block_size=block_size, num_slots=num_slots, zeros=pool.zeros
+            )
         backend.touch_cache(rows for layer in layers if layer is not None for rows in (layer.keys, layer.values))
     return ServingCache(
         order=order,
@@ -232,6 +237,11 @@ def check_order(order: ranks_pb2.AllocateCache, report: ranks_pb2.Loaded) -> Non
             f"a cache of {order.num_blocks} blocks of {order.block_size} tokens holds nothing beside the null block"
         )
     check_budget(report, order.num_blocks * order.block_size)
+    if order.num_snapshots * report.snapshot_bytes > report.snapshot_budget_bytes:
+        raise MemoryBudgetError(
+            f"{order.num_snapshots} snapshots of {report.snapshot_bytes} bytes are more than the "
+            f"{mib(report.snapshot_budget_bytes)} that the rank has for them"
+        )
 
 
 def check_budget(report: ranks_pb2.Loaded, positions: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -38,6 +39,9 @@ class PlanBounds:
     vocab_size: int
     num_blocks: int
     block_size: int
+    num_snapshots: int = 0
+    keeps_states: bool = False
+    """Whether the model keeps states of each sequence, so that one begins with its first token or a snapshot."""
 
     @property
     def max_blocks(self) -> int:
@@ -63,12 +67,15 @@ class PlanCheck:
         self._other = np.zeros(bounds.max_num_seqs, dtype=np.int64)
         self._fits = np.zeros(bounds.max_num_seqs, dtype=np.bool_)
         self._plan = ranks_pb2.StepPlan()
+        self._without_states: set[int] = set()
+        """Slots that were bound with computed tokens, in a model that keeps states."""
 
     def run(self, plan: ranks_pb2.StepPlan, counts: SlotCounts) -> None:
         """Raise ProtocolError unless the plan fits the slots, as `counts` tells them, and the bounds."""
         self._plan = plan
         self._counts.copy_from(counts)
         self._roles.fill(0)
+        self._without_states.clear()
         self._release()
         for sequence in plan.new_sequences:
             self._bind(sequence)
@@ -79,6 +86,8 @@ class PlanCheck:
         self._check_decoding()
         for span in plan.spans:
             self._check_span(span)
+        for slot in self._without_states:
+            raise self._error(f"slot {slot} begins behind computed tokens without a snapshot of their states")
         total = len(plan.decode_slots) + sum(span.num_tokens for span in plan.spans)
         if total > self._bounds.max_num_batched_tokens:
             raise self._error(f"computes {total} tokens, at most {self._bounds.max_num_batched_tokens} are allowed")
@@ -104,6 +113,8 @@ class PlanCheck:
             raise self._error(f"slot {slot} has {known} tokens, all computed: one must be left")
         self._check_tokens(slot, "a token id", sequence.token_ids)
         self._check_sampling(slot, sequence.sampling)
+        if self._bounds.keeps_states and sequence.num_computed_tokens:
+            self._without_states.add(slot)
         self._check_block_ids(slot, sequence.block_ids)
         self._check_room(slot, len(sequence.block_ids), needed=sequence.num_computed_tokens)
         self._counts.set(
@@ -187,6 +198,24 @@ class PlanCheck:
             raise self._error("schedules a slot twice")
         self._check_sequence(span.slot, span.num_tokens, sample=span.sample)
         self._roles[span.slot] = _SAMPLES if span.sample else _COMPUTES
+        self._check_snapshots(span)
+
+    def _check_snapshots(self, span: ranks_pb2.ScheduledSpan) -> None:
+        most = self._bounds.num_snapshots
+        if span.HasField("from_snapshot"):
+            if span.slot not in self._without_states:
+                raise self._error(f"slot {span.slot} takes states of a snapshot, and has its own")
+            self._without_states.remove(span.slot)
+        used = [span.from_snapshot] * span.HasField("from_snapshot") + [each.snapshot for each in span.snapshots]
+        if any(snapshot >= most for snapshot in used):
+            raise self._error(f"slot {span.slot} uses snapshot {max(used)}, there are {most}")
+        computed = int(self._counts.num_computed[span.slot])
+        behind = [computed, *(each.num_tokens for each in span.snapshots)]
+        if any(a >= b for a, b in pairwise(behind)) or behind[-1] > computed + span.num_tokens:
+            raise self._error(
+                f"slot {span.slot} takes snapshots behind {behind[1:]} tokens in a span from {computed} to "
+                f"{computed + span.num_tokens}"
+            )
 
     def _check_sequence(self, slot: int, num_tokens: int, *, sample: bool) -> None:
         """Raise unless the slot can compute so many tokens, and samples just when they reach its last one."""

@@ -128,11 +128,11 @@ class PlanRunner:
             self._workspaces[limits] = self._measure(shard.decoder, request, shard.memory_pool)
         return self._workspaces[limits]
 
-    def allocate(self, num_blocks: int, block_size: int) -> int:
+    def allocate(self, num_blocks: int, block_size: int, num_snapshots: int = 0) -> int:
         """As Runner.allocate."""
         shard, request, report = self._model_state.loaded("AllocateCache")
         self._model_state.cache = None
-        order = ranks_pb2.AllocateCache(num_blocks=num_blocks, block_size=block_size)
+        order = ranks_pb2.AllocateCache(num_blocks=num_blocks, block_size=block_size, num_snapshots=num_snapshots)
         cache = make_cache(order, self.backend, decoder=shard.decoder, request=request, report=report)
         self._model_state.cache = cache
         return cache.num_bytes

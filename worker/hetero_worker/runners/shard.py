@@ -81,6 +81,8 @@ class LoadedShard:
             weight_notes=self.weight_notes,
             graph_sizes=graph_sizes,
             graph_reserve_bytes=graphs.total,
+            snapshot_bytes=budget.snapshot_bytes,
+            snapshot_budget_bytes=budget.snapshot_budget_bytes,
         )
 
 
@@ -159,11 +161,14 @@ def budget_of(
     request: LoadRequest, weight_bytes: int, gather_bytes: int, pool: MemoryPool, *, graph_bytes: int = 0
 ) -> MemoryBudget:
     """Return the budget with the workspace computed, not measured. `gather_bytes`: what attention gathers in a step."""
+    memory, shard = memory_of(request), request.shard_plan.ranks[request.rank]
     return MemoryBudget(
         memory_bytes=int(request.memory_bytes * request.memory_utilization),
         weight_bytes=weight_bytes,
-        workspace_bytes=memory_of(request).workspace_bytes(request.shard_plan.ranks[request.rank]) + gather_bytes,
+        workspace_bytes=memory.workspace_bytes(shard) + gather_bytes,
         runtime_bytes=pool.runtime_bytes(),
+        state_bytes=memory.state_bytes(shard),
+        snapshot_bytes=memory.snapshot_bytes(shard),
         graph_bytes=graph_bytes,
         remedy=pool.remedy,
     )

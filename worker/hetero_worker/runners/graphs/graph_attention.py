@@ -63,7 +63,7 @@ class _BreakingAttention(StepAttention):
     @contextmanager
     def using(self, step: StepAttention) -> Iterator[None]:
         """Attend by this step within."""
-        self._step, self.slot_mapping = step, step.slot_mapping
+        self._step, self.batch, self.slot_mapping = step, step.batch, step.slot_mapping
         try:
             yield
         finally:

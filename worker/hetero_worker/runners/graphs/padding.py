@@ -37,6 +37,8 @@ class Padding:
         """Return the padding of a GPU rank."""
         if request.enforce_eager:
             return cls((), "enforceEager")
+        if request.config.delta is not None:
+            return cls((), "states of the gated delta rule are not padded")
         ranks = request.shard_plan.ranks
         if _has_experts(ranks[request.rank]) or any(_has_experts(rank) and _takes_part_in_sums(rank) for rank in ranks):
             return cls((), "the host chooses which rows an expert computes")
