@@ -21,12 +21,14 @@ PUBLISHED = {
     "glm-4.5": (355e9, 32e9),
     "glm-4.5-air": (106e9, 12e9),
     "glm-4.6": (355e9, 32e9),
+    "glm-4.7-flash": (30e9, 3.6e9),
     "gpt-oss-120b": (116.8e9, 5.1e9),
     "gpt-oss-20b": (20.9e9, 3.6e9),
     "kimi-k2": (1.03e12, 32e9),
     "minimax-m2": (230e9, 10e9),
     "qwen3-235b-a22b": (235e9, 22e9),
     "qwen3-30b-a3b": (30.5e9, 3.3e9),
+    "qwen3-next-80b-a3b": (79.7e9, 3.5e9),
 }
 """Parameters, and those that a token uses, as the model cards say: some round, some count a layer of drafts more."""
 
