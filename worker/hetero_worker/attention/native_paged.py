@@ -56,8 +56,10 @@ class _NativeStep(StepAttention):
     def attend_written(self, query: torch.Tensor, cache: LayerCache, rule: AttentionRule) -> torch.Tensor:
         """Return the queries' attention over the cache, which has the step's keys and values: [rows, heads · head_dim].
 
-        Raises ValueError for queries whose heads do not lie side by side.
+        Raises ValueError for queries of another type, and for those whose heads do not lie side by side.
         """
+        if query.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"queries are to be of float32 or bfloat16, not {query.dtype}")
         if query.stride()[1:] != (query.shape[2], 1):
             raise ValueError(f"a row's query heads are to lie side by side, not with strides {query.stride()}")
         out = self._op_queue.empty(query.shape[0], query.shape[1] * query.shape[2], dtype=query.dtype)
