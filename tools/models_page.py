@@ -67,8 +67,9 @@ tries. What is tested beside:
 
 """
 _NOTES: Final = """
-**Kernels.** CPU ranks compute all of these with native kernels, but for the gated delta rule, and record steps that only
-decode, except those of models with that rule and of Gemma 4 with experts. On GPUs attention is a Triton kernel, except latent attention and that of KV heads of two kinds,
+**Kernels.** CPU ranks compute all of these with native kernels, but for the gated delta rule, and record steps that
+only decode, except those of models with that rule and of Gemma 4 with experts. On GPUs attention is a Triton kernel,
+except latent attention and that of KV heads of two kinds,
 which torch computes; `Loaded.kernels` says so.
 
 **Latent attention** (DeepSeek-V3) caches one vector a token and layer, 576 elements for DeepSeek-V3, on each rank that

@@ -300,7 +300,7 @@ def test_a_padding_row_of_the_null_block_attends_to_nothing(op_queues: dict[int,
 
 def test_tensors_that_the_kernels_cannot_read_are_refused(op_queues: dict[int, OpQueue]) -> None:
     case = PagedCase(decode=[9], dtype=torch.float16)
-    with pytest.raises(ValueError, match="of float32 or bfloat16, not torch.float16"):
+    with pytest.raises(ValueError, match="of float32 or bfloat16, not"):
         attended(op_queues[1], case, RULES["all"])
     whole = PagedCase(decode=[9])
     whole.query = torch.randn(1, 16, 6).transpose(1, 2)
