@@ -90,7 +90,7 @@ def test_defaults_are_the_ones_in_the_golden_resource(client: Client, namespace:
             "engine": {
                 "maxNumSeqs": 64, "maxNumBatchedTokens": 512, "blockSize": 16, "gpuMemoryUtilization": 0.9,
                 "enablePrefixCaching": True, "overlapScheduling": True, "enforceEager": False, "batchInvariant": False,
-                "cacheLayout": "Paged",
+                "cacheLayout": "Paged", "kvCacheDtype": "auto",
             },
             "gateway": {
                 "service": {"type": "ClusterIP", "port": 50051, "httpPort": 8000}, "maxQueuedRequests": 1024,

@@ -110,7 +110,7 @@ def test_restarts_of_all_containers_count_and_the_last_one_is_named() -> None:
         assert [item["pod"] for item in told["seen"]] == [POD]
 
 
-def test_the_pod_that_is_made_anew_counts_once_for_all_its_ranks() -> None:
+def test_the_pod_that_is_replaced_counts_once_for_all_its_ranks() -> None:
     scene = serving()
     replace_pod(scene)
     told = scene.tell().status["restarts"]
