@@ -3,7 +3,7 @@ row's bits, which depend on its sequence and position alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -46,13 +46,6 @@ CACHED = [
 ]  # fmt: skip
 """Types of queries and of what is cached, where they differ."""
 DECODE, SPANS = (385, 300, 129, 128, 127, 3, 1), ((0, 33), (30, 5), (250, 140), (128, 1))
-ISAS = compute_library().isas
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    with computing_with(request.param):
-        yield request.param
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +192,7 @@ def test_a_prompt_in_pieces_and_token_by_token_has_the_bits_of_the_whole(
     st.integers(1, 5),
     st.integers(1, 4),
     st.integers(1, 64),
-    st.sampled_from(ISAS),
+    st.sampled_from(compute_library().isas),
 )
 def test_whoever_computes_a_chunk(
     lengths: list[int], window: int | None, kv_heads: int, group: int, block_size: int, name: str
@@ -324,7 +317,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_host_cores_with_the_library_get_the_kernels(config: ModelConfig, *, batch_invariant: bool) -> None:
-    name = f"paged-native ({ISAS[0]})"
+    name = f"paged-native ({compute_library().isas[0]})"
     chosen = cpu_backend().attention(config, batch_invariant=batch_invariant)
     assert chosen.name == name
     assert chosen.gather_bytes == 0

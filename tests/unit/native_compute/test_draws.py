@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +27,6 @@ pytestmark = pytest.mark.unit
 TEAMS = (1, 2, 3)
 INF, NAN = float("inf"), float("nan")
 FloatArray = npt.NDArray[np.float32]
-
-
-@pytest.fixture(params=compute_library().isas)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    with computing_with(request.param):
-        yield request.param
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from hetero_api.weight_format import WeightFormat
 from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.native.op_queue import Arena, OpQueue
-from tests.support.native_compute import compute_library, computing_with, op_queue_of
+from tests.support.native_compute import op_queue_of
 from tests.support.whole_number_linear import FORMATS, random_matrix
 
 pytestmark = pytest.mark.unit
@@ -18,12 +16,6 @@ pytestmark = pytest.mark.unit
 TEAMS = (1, 2, 3)
 SHAPES = [(1, 1), (15, 30), (17, 64), (40, 7), (130, 576), (21, 1000)]
 each_shape = pytest.mark.parametrize(("rows", "width"), SHAPES)
-
-
-@pytest.fixture(params=compute_library().isas)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    with computing_with(request.param):
-        yield request.param
 
 
 @pytest.fixture(params=TEAMS)

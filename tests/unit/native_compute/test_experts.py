@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from hetero_worker.layers.linear_kernels import PackedExperts, PackedMlp, Packed
 from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.layers.native_ops import NativeOps
 from hetero_worker.native.op_queue import Arena, OpQueue
-from tests.support.native_compute import compute_library, computing_with, op_queue_of
+from tests.support.native_compute import op_queue_of
 from tests.support.whole_number_linear import FORMATS, random_matrix
 
 pytestmark = pytest.mark.unit
@@ -25,12 +25,6 @@ HIDDEN, WIDTH, SHARED = 72, 40, 56
 Stored = WeightFormat | torch.dtype
 EVERY: tuple[Stored, ...] = (torch.float32, torch.bfloat16, torch.float16, *FORMATS)
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
-
-
-@pytest.fixture(params=compute_library().isas)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    with computing_with(request.param):
-        yield request.param
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

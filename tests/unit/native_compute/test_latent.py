@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -14,9 +12,9 @@ from hetero_worker.layers.linear_kernels import HeadsByRow, PlainKernel
 from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.layers.native_ops import NativeOps
 from hetero_worker.layers.rotary import RotaryTables, Rotation
-from tests.support.native_compute import compute_library, computing_with, op_queue_of
+from tests.support.native_compute import op_queue_of
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("isa")]
 
 EPS = 1e-6
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2**-8 + 3e-6}
@@ -24,12 +22,6 @@ SHAPES = [(1, 1, 3, 4, 5), (3, 5, 16, 8, 40), (17, 2, 128, 64, 512), (2, 7, 24, 
 """Tokens, heads, elements of a query head that are not rotated, elements that are, rank."""
 each_type = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
-
-
-@pytest.fixture(params=compute_library().isas, autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    with computing_with(request.param):
-        yield request.param
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from hetero_worker.layers.linear_kernels import kept_dtype
 from hetero_worker.layers.native_linear import NativeLinear, NativeWeight
 from hetero_worker.native.compute_library import BF16, F32, linear_op
 from hetero_worker.native.op_queue import Arena, OpQueue
-from tests.support.native_compute import compute_library, computing_with, op_queue_of
+from tests.support.native_compute import op_queue_of
 
 pytestmark = pytest.mark.unit
 
@@ -19,12 +17,6 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 TEAMS = (1, 2, 3)
 SHAPES = [(1, 1), (15, 30), (16, 64), (17, 16), (130, 576), (80, 1000), (33, 257)]
 ROWS = (1, 2, 3, 5, 14, 16, 17, 29, 64, 230)
-
-
-@pytest.fixture(params=compute_library().isas)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    with computing_with(request.param):
-        yield request.param
 
 
 @pytest.fixture(scope="module")

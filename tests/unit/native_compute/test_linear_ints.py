@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -12,7 +10,7 @@ from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.native.op_queue import Arena, OpQueue
-from tests.support.native_compute import compute_library, computing_with, op_queue_of
+from tests.support.native_compute import op_queue_of
 from tests.support.whole_number_linear import FORMATS, exact_linear, random_matrix
 
 pytestmark = pytest.mark.unit
@@ -21,12 +19,6 @@ TEAMS = (1, 2, 3)
 SHAPES = [(1, 1), (15, 30), (17, 64), (130, 576), (40, 1000)]
 ROWS = (1, 2, 3, 5, 7, 16, 17, 64, 130)
 each_format = pytest.mark.parametrize("weights", FORMATS, ids=str)
-
-
-@pytest.fixture(params=compute_library().isas)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    with computing_with(request.param):
-        yield request.param
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from hetero_api.weight_format import FP8, WeightFormat
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.native.op_queue import OpQueue
-from tests.support.native_compute import compute_library, computing_with, op_queue_of
+from tests.support.native_compute import op_queue_of
 
 pytestmark = pytest.mark.unit
 
@@ -20,12 +18,6 @@ FORMATS = (FP8, *(WeightFormat(8, group, is_float=True) for group in (16, 48, 12
 SHAPES = [(1, 1), (15, 30), (16, 64), (130, 576), (80, 1000), (33, 257)]
 ROWS = (1, 2, 3, 5, 14, 17, 29, 64, 130)
 each_format = pytest.mark.parametrize("weights", FORMATS, ids=str)
-
-
-@pytest.fixture(params=compute_library().isas)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    with computing_with(request.param):
-        yield request.param
 
 
 @pytest.fixture(scope="module")

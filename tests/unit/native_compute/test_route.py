@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from hetero_api.model_parts import ExpertsConfig, Routing
 from hetero_worker.kernels.expert_choice import RouterWeights, fixed_exp
 from hetero_worker.layers.fused_ops import PLAIN_OPS
 from hetero_worker.layers.native_ops import NativeOps
-from tests.support.native_compute import compute_library, computing_with, op_queue_of
+from tests.support.native_compute import op_queue_of
 
 pytestmark = pytest.mark.unit
 
@@ -31,12 +29,6 @@ SHAPES = [(1, 12, 1), (7, 12, 5), (256, 24, 8), (300, 36, 4), (2880, 132, 9)]
 POSSIBLE = {(0, 2, 4, 6), (1, 3, 5, 7), (0, 2, 6, 8), (3, 5, 9, 11)}
 """Choices among 12 experts of which every second one is the same; the last two are of groups of three."""
 each_rule = pytest.mark.parametrize("rule", RULES)
-
-
-@pytest.fixture(params=compute_library().isas)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    with computing_with(request.param):
-        yield request.param
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -5,7 +5,7 @@ Results of bfloat16 are the exact ones rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import get_args
 
 import pytest
@@ -39,12 +39,6 @@ TYPES = (torch.float32, torch.bfloat16)
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-8 + 2e-6}
 RowOp = Callable[[torch.Tensor], torch.Tensor]
 each_type = pytest.mark.parametrize("dtype", TYPES, ids=str)
-
-
-@pytest.fixture(params=compute_library().isas)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    with computing_with(request.param):
-        yield request.param
 
 
 @pytest.fixture(params=TEAMS)
