@@ -149,22 +149,23 @@ static uint64_t pull(pass *now, uint64_t peer, int fd, uint8_t *to, uint64_t byt
     return 0;
 }
 
-/* Takes what has come over links into their rings, as far as these have room. */
-static void take_in(hx_tcp_rank *rank)
+/* Takes what has come over links into their rings, as far as these have room. Returns how many bytes those are. */
+static uint64_t take_in(hx_tcp_rank *rank)
 {
+    uint64_t bytes = 0;
     for (hx_tcp_link *link = rank->incoming; link; link = link->next) {
         while (!link->broken && link->filled - link->emptied < link->ring_bytes) {
             uint64_t at = link->filled % link->ring_bytes;
             uint64_t room = lesser(link->ring_bytes - at, link->ring_bytes - (link->filled - link->emptied));
             ssize_t brought = recv(link->wires[0], link->ring + at, room, MSG_DONTWAIT);
-            if (brought > 0)
-                link->filled += (uint64_t)brought;
-            else if (brought == 0 || !would_block())
-                link->broken = 1;
-            else
+            if (brought < 0 && would_block())
                 break;
+            link->broken = brought <= 0;
+            link->filled += brought > 0 ? (uint64_t)brought : 0;
+            bytes += brought > 0 ? (uint64_t)brought : 0;
         }
     }
+    return bytes;
 }
 
 /* ---- Waits ---------------------------------------------------------------------------------------------------- */
@@ -215,7 +216,8 @@ static int complete(hx_tcp_rank *rank, work advance, void *call)
             relax();
             continue;
         }
-        take_in(rank);
+        if (take_in(rank))
+            continue; /* it may be what this call waits for, which no connection would say again */
         if (waited_ns < rank->yield_ns)
             sched_yield();
         else
