@@ -253,7 +253,7 @@ class ModelMemory:
         layers = ((i, layer) for i, layer in enumerate(shard.layers) if i not in config.delta_layers)
         elements = sum(config.of_layer(i).cached_elements(layer.kv_heads.size) for i, layer in layers)
         return KvCost(
-            cache_bytes=elements * (self.cache_element_bytes or self.element_bytes),
+            cache_bytes=elements * self._cached_bytes,
             scratch_bytes=_most_heads(shard) * config.group_size * _DECODE_SCRATCH_BYTES * len(set(config.windows)),
         )
 
@@ -303,10 +303,15 @@ class ModelMemory:
         return self.limits.max_model_len * self._most(lambda config: config.cached_elements(1)) * self._gathered_bytes
 
     @property
+    def _cached_bytes(self) -> int:
+        """Return the bytes of a cached element."""
+        return self.cache_element_bytes or self.element_bytes
+
+    @property
     def _gathered_bytes(self) -> int:
         """Return the bytes of a gathered element: as it is cached and, if that is another type, as it is computed."""
-        cached = self.cache_element_bytes or self.element_bytes
-        return self.element_bytes if cached == self.element_bytes else cached + self.element_bytes
+        same = self._cached_bytes == self.element_bytes
+        return self.element_bytes if same else self._cached_bytes + self.element_bytes
 
     @property
     def expert_step(self) -> int:

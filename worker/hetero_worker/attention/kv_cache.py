@@ -24,7 +24,7 @@ class LayerCache:
     """Keys and values: [num_blocks · block_size, kv_heads, head_dim] each; they may be one tensor.
 
     A layer of the gated delta rule has states of sequences in their place, a row for each slot of the batch
-    (`layers.delta_attention`).
+    (`models.delta_attention`).
     """
 
     keys: torch.Tensor

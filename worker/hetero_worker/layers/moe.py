@@ -166,26 +166,33 @@ class ExpertMlp:
         normed = stream.normed(self._norm)
         hidden = stream.settle()
         if self._adds_apart:
-            partial = hidden.new_zeros(len(hidden), 2 * hidden.shape[1])
-            of_all, of_experts = partial.chunk(2, dim=1)
-            if self._shared is not None:
-                of_all.copy_(self._shared.apart(hidden))
-            if self._joined is not None:
-                of_experts.copy_(self._joined(normed, *self._router(hidden)))
-                return partial
-        elif self._joined is not None:
-            of_experts = self._joined(normed, *self._router(hidden))
-            if self._shared is not None and self._shape.has_shared_gate:
-                of_experts.add_(self._shared.of_normed(normed))
-            return of_experts
+            return self._two_sums(normed, hidden)
+        if self._joined is None:
+            total = torch.zeros_like(hidden) if self._shared is None else self._shared.of_normed(normed)
+            self._add_one_by_one(total, normed, hidden)
+            return total
+        total = self._joined(normed, *self._router(hidden))
+        if self._shared is not None and self._shape.has_shared_gate:
+            total.add_(self._shared.of_normed(normed))
+        return total
+
+    def _two_sums(self, normed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return [tokens, 2 · hidden]: the partial sum of the expert of all tokens, then of the others."""
+        partial = hidden.new_zeros(len(hidden), 2 * hidden.shape[1])
+        of_all, of_experts = partial.chunk(2, dim=1)
+        if self._shared is not None:
+            of_all.copy_(self._shared.apart(hidden))
+        if self._joined is None:
+            self._add_one_by_one(of_experts, normed, hidden)
         else:
-            partial = torch.zeros_like(hidden) if self._shared is None else self._shared.of_normed(normed)
-            of_experts = partial
-        chosen, weights = self._router(hidden)
-        for expert, rows, shares in self._assignments(chosen, weights):
-            result = expert(normed.index_select(0, rows))
-            of_experts.index_add_(0, rows, result.mul_(shares.to(result.dtype)))
+            of_experts.copy_(self._joined(normed, *self._router(hidden)))
         return partial
+
+    def _add_one_by_one(self, total: torch.Tensor, normed: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Add this rank's experts to `total` [tokens, hidden], each for the tokens that chose it."""
+        for expert, rows, shares in self._assignments(*self._router(hidden)):
+            result = expert(normed.index_select(0, rows))
+            total.index_add_(0, rows, result.mul_(shares.to(result.dtype)))
 
     def _assignments(self, chosen: torch.Tensor, weights: torch.Tensor) -> Iterator[_Assignment]:
         """Yield the work of this rank's experts, by their numbers; experts that no token chose have none."""

@@ -150,7 +150,7 @@ def load_request(
         directory=identity.model_dir,
         config=quantized_config(identity.model_config, order),
         dtype=order.dtype,
-        kv_cache_dtype=order.kv_cache_dtype or order.dtype,
+        kv_cache_dtype=order.kv_cache_dtype,
         shard_plan=plan,
         plan_key=order.plan_key,
         rank=rank,
