@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,6 +15,8 @@ from hetero_worker.native.loading import address_of
 from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.native.team import NativeTeam
 
+TEAMS: Final = (1, 2, 3)
+"""Sizes of teams that share work in different ways."""
 _KEPT: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """What operations point at."""
 
@@ -25,6 +27,11 @@ def compute_library() -> ComputeLibrary:
     library: ComputeLibrary | None = loaded.library
     assert library is not None, loaded.reason
     return library
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Normal numbers, the same for a seed in any type but for rounding."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def op_queue_of(size: int = 2) -> OpQueue:

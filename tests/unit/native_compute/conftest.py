@@ -1,4 +1,4 @@
-"""Instruction sets that the kernels are tested with."""
+"""Instruction sets and teams that the kernels are tested with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.native_compute import compute_library, computing_with
+from hetero_worker.native.op_queue import OpQueue
+from tests.support.native_compute import TEAMS, compute_library, computing_with, op_queue_of
 
 _BEST, *_OTHERS = compute_library().isas
 
@@ -16,3 +17,9 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction set of this processor; `make test` tries the best one, `make test-all` all of them."""
     with computing_with(request.param):
         yield request.param
+
+
+@pytest.fixture(scope="module")
+def op_queues() -> dict[int, OpQueue]:
+    """A queue for each size of team."""
+    return {size: op_queue_of(size) for size in TEAMS}

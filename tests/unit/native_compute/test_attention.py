@@ -25,7 +25,6 @@ from tests.support.random_model import save_random_llama
 
 pytestmark = pytest.mark.unit
 
-TEAMS = (1, 2, 3)
 RULES = {
     "all": AttentionRule(0.2),
     "a window": AttentionRule(0.2, window=7),
@@ -46,11 +45,6 @@ CACHED = [
 ]  # fmt: skip
 """Types of queries and of what is cached, where they differ."""
 DECODE, SPANS = (385, 300, 129, 128, 127, 3, 1), ((0, 33), (30, 5), (250, 140), (128, 1))
-
-
-@pytest.fixture(scope="module")
-def op_queues() -> dict[int, OpQueue]:
-    return {size: op_queue_of(size) for size in TEAMS}
 
 
 def sinks_of(heads: int) -> torch.Tensor:

@@ -20,18 +20,12 @@ from hetero_worker.native.compute_library import choose_op, step_on_op
 from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.runners.recorded.sampling import MAX_STEPS, NativeSampling
 from tests.support.examples import examples
-from tests.support.native_compute import compute_library, computing_with, op_queue_of
+from tests.support.native_compute import TEAMS, compute_library, computing_with, op_queue_of
 
 pytestmark = pytest.mark.unit
 
-TEAMS = (1, 2, 3)
 INF, NAN = float("inf"), float("nan")
 FloatArray = npt.NDArray[np.float32]
-
-
-@pytest.fixture(scope="module")
-def op_queues() -> dict[int, OpQueue]:
-    return {size: op_queue_of(size) for size in TEAMS}
 
 
 def choose(op_queue: OpQueue, x: FloatArray, *, first: int = 0, shards: int = 1, shard: int = 0) -> FloatArray:

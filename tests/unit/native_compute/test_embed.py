@@ -8,12 +8,11 @@ import torch
 from hetero_api.weight_format import WeightFormat
 from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.native.op_queue import Arena, OpQueue
-from tests.support.native_compute import op_queue_of
+from tests.support.native_compute import TEAMS, op_queue_of, randn
 from tests.support.whole_number_linear import FORMATS, random_matrix
 
 pytestmark = pytest.mark.unit
 
-TEAMS = (1, 2, 3)
 SHAPES = [(1, 1), (15, 30), (17, 64), (40, 7), (130, 576), (21, 1000)]
 each_shape = pytest.mark.parametrize(("rows", "width"), SHAPES)
 
@@ -21,10 +20,6 @@ each_shape = pytest.mark.parametrize(("rows", "width"), SHAPES)
 @pytest.fixture(params=TEAMS)
 def op_queue(request: pytest.FixtureRequest, isa: str) -> OpQueue:
     return op_queue_of(request.param)
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @each_shape

@@ -14,21 +14,16 @@ from hetero_worker.layers.linear_kernels import PackedExperts, PackedMlp, Packed
 from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.layers.native_ops import NativeOps
 from hetero_worker.native.op_queue import Arena, OpQueue
-from tests.support.native_compute import op_queue_of
+from tests.support.native_compute import TEAMS, op_queue_of, randn
 from tests.support.whole_number_linear import FORMATS, random_matrix
 
 pytestmark = pytest.mark.unit
 
-TEAMS = (1, 2, 3)
 NUMBER, PER_TOKEN = 7, 3
 HIDDEN, WIDTH, SHARED = 72, 40, 56
 Stored = WeightFormat | torch.dtype
 EVERY: tuple[Stored, ...] = (torch.float32, torch.bfloat16, torch.float16, *FORMATS)
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 class Layer:

@@ -12,7 +12,7 @@ from hetero_worker.layers.linear_kernels import HeadsByRow, PlainKernel
 from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.layers.native_ops import NativeOps
 from hetero_worker.layers.rotary import RotaryTables, Rotation
-from tests.support.native_compute import op_queue_of
+from tests.support.native_compute import op_queue_of, randn
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("isa")]
 
@@ -22,10 +22,6 @@ SHAPES = [(1, 1, 3, 4, 5), (3, 5, 16, 8, 40), (17, 2, 128, 64, 512), (2, 7, 24, 
 """Tokens, heads, elements of a query head that are not rotated, elements that are, rank."""
 each_type = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:

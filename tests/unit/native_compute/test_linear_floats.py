@@ -9,23 +9,13 @@ from hetero_worker.layers.linear_kernels import kept_dtype
 from hetero_worker.layers.native_linear import NativeLinear, NativeWeight
 from hetero_worker.native.compute_library import BF16, F32, linear_op
 from hetero_worker.native.op_queue import Arena, OpQueue
-from tests.support.native_compute import op_queue_of
+from tests.support.native_compute import TEAMS, op_queue_of, randn
 
 pytestmark = pytest.mark.unit
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-TEAMS = (1, 2, 3)
 SHAPES = [(1, 1), (15, 30), (16, 64), (17, 16), (130, 576), (80, 1000), (33, 257)]
 ROWS = (1, 2, 3, 5, 14, 16, 17, 29, 64, 230)
-
-
-@pytest.fixture(scope="module")
-def op_queues() -> dict[int, OpQueue]:
-    return {size: op_queue_of(size) for size in TEAMS}
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

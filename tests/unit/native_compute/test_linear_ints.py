@@ -10,24 +10,14 @@ from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.native.op_queue import Arena, OpQueue
-from tests.support.native_compute import op_queue_of
+from tests.support.native_compute import TEAMS, op_queue_of, randn
 from tests.support.whole_number_linear import FORMATS, exact_linear, random_matrix
 
 pytestmark = pytest.mark.unit
 
-TEAMS = (1, 2, 3)
 SHAPES = [(1, 1), (15, 30), (17, 64), (130, 576), (40, 1000)]
 ROWS = (1, 2, 3, 5, 7, 16, 17, 64, 130)
 each_format = pytest.mark.parametrize("weights", FORMATS, ids=str)
-
-
-@pytest.fixture(scope="module")
-def op_queues() -> dict[int, OpQueue]:
-    return {size: op_queue_of(size) for size in TEAMS}
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @each_format

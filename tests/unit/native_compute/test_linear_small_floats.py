@@ -9,24 +9,14 @@ from hetero_api.weight_format import FP8, WeightFormat
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.native.op_queue import OpQueue
-from tests.support.native_compute import op_queue_of
+from tests.support.native_compute import TEAMS, op_queue_of, randn
 
 pytestmark = pytest.mark.unit
 
-TEAMS = (1, 2, 3)
 FORMATS = (FP8, *(WeightFormat(8, group, is_float=True) for group in (16, 48, 128)))
 SHAPES = [(1, 1), (15, 30), (16, 64), (130, 576), (80, 1000), (33, 257)]
 ROWS = (1, 2, 3, 5, 14, 17, 29, 64, 130)
 each_format = pytest.mark.parametrize("weights", FORMATS, ids=str)
-
-
-@pytest.fixture(scope="module")
-def op_queues() -> dict[int, OpQueue]:
-    return {size: op_queue_of(size) for size in TEAMS}
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def random_floats(weights: WeightFormat, outputs: int, inputs: int) -> QuantizedMatrix:

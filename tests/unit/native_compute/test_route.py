@@ -9,11 +9,10 @@ from hetero_api.model_parts import ExpertsConfig, Routing
 from hetero_worker.kernels.expert_choice import RouterWeights, fixed_exp
 from hetero_worker.layers.fused_ops import PLAIN_OPS
 from hetero_worker.layers.native_ops import NativeOps
-from tests.support.native_compute import op_queue_of
+from tests.support.native_compute import TEAMS, op_queue_of, randn
 
 pytestmark = pytest.mark.unit
 
-TEAMS = (1, 2, 3)
 EPS = 1e-6
 RULES = {
     "softmax": Routing(),
@@ -29,10 +28,6 @@ SHAPES = [(1, 12, 1), (7, 12, 5), (256, 24, 8), (300, 36, 4), (2880, 132, 9)]
 POSSIBLE = {(0, 2, 4, 6), (1, 3, 5, 7), (0, 2, 6, 8), (3, 5, 9, 11)}
 """Choices among 12 experts of which every second one is the same; the last two are of groups of three."""
 each_rule = pytest.mark.parametrize("rule", RULES)
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def router_of(

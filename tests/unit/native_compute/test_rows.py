@@ -25,13 +25,12 @@ from hetero_worker.layers.norm import ResidualStream
 from hetero_worker.layers.rotary import RotaryTables, Rotation
 from hetero_worker.native.compute_library import F32, GELU, gated_op
 from hetero_worker.native.op_queue import Arena, OpQueue
-from tests.support.native_compute import compute_library, computing_with, op_queue_of
+from tests.support.native_compute import TEAMS, compute_library, computing_with, op_queue_of
 
 pytestmark = pytest.mark.unit
 
 HOST = torch.device("cpu")
 EPS = 1e-6
-TEAMS = (1, 2, 3)
 WIDTHS = (1, 7, 16, 33, 64, 200, 576, 1000)
 SHAPES = [(1, 1, 1, 8), (3, 6, 2, 20), (5, 14, 2, 64), (2, 3, 3, 96), (7, 28, 4, 16), (4, 5, 1, 72), (1, 9, 3, 256)]
 """Tokens, query heads, KV heads, head_dim."""
