@@ -23,6 +23,7 @@ from hetero_api.spec_cluster import (
     SchedulingSpec,
     leaves_ours_alone,
 )
+from hetero_api.spec_http import HttpSpec
 from hetero_api.spec_model import DType, ModelSpec, SecretKeyRef
 from hetero_api.spec_pools import MAX_RANKS, Pools, PoolSpec, PoolType
 from hetero_api.spec_topology import ONE_POD_RULES, Colocation, GroupTopologySpec
@@ -186,6 +187,13 @@ class CacheLayout(SpecEnum):
     """One block a sequence, as long as the longest sequence: nothing is shared."""
 
 
+class SamplingDefaults(SpecEnum):
+    """Defaults of sampling parameters that a request leaves out."""
+
+    MODEL = "Model"
+    NONE = "None"
+
+
 class EngineSpec(SpecModel):
     """Bounds and sizes of the engine."""
 
@@ -218,6 +226,10 @@ class EngineSpec(SpecModel):
     whether its prompt is computed whole, in chunks or found in the cache. It takes more time, on GPUs needs Triton, and
     leaves experts where they are (placement.rebalanceExperts).
     """
+    sampling_defaults: Annotated[SamplingDefaults, spelled(SamplingDefaults)] = SamplingDefaults.MODEL
+    """Model: where a request leaves out temperature, topK, topP, minP or a repetition penalty, the model's own
+    generation_config.json counts, if it names one. None: temperature 1, and nothing else.
+    """
 
 
 class ServiceSpec(SpecModel):
@@ -248,6 +260,8 @@ class GatewaySpec(SpecModel):
 
     service: ServiceSpec = ServiceSpec()
     """How clients reach it."""
+    http: HttpSpec = HttpSpec()
+    """The endpoint that speaks the OpenAI API."""
     max_queued_requests: Annotated[int, Field(ge=0, le=1_000_000)] = 1024
     """Most requests that wait; more are refused."""
     tls_secret_name: ObjectName | None = None

@@ -125,8 +125,13 @@ class ChatMessages(_message.Message):
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    TEMPLATE_OPTIONS_JSON_FIELD_NUMBER: _builtins.int
     tools_json: _builtins.str
     """Tools that the template shows to the model: a JSON array as the OpenAI API has it; empty: none. At most 1 MiB,
+    nested at most 64 levels deep.
+    """
+    template_options_json: _builtins.str
+    """Variables that the template knows, e.g. {"enable_thinking": false}: a JSON object; empty: none. At most 1 MiB,
     nested at most 64 levels deep.
     """
     @_builtins.property
@@ -138,10 +143,11 @@ class ChatMessages(_message.Message):
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         tools_json: _builtins.str = ...,
+        template_options_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "template_options_json", b"template_options_json", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -173,7 +179,9 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """Parameters of sampling. An absent field takes the default that its comment names."""
+    """Parameters of sampling. An absent field takes the default that its comment names; temperature, top_k, top_p, min_p and
+    repetition_penalty take that of the model's generation_config.json, if it has one (spec.engine.samplingDefaults).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

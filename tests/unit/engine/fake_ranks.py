@@ -90,6 +90,8 @@ class FakeRanks:
         self._max_num_seqs = max_num_seqs
         self._kv: list[int | None] = [None] * (num_blocks * block_size)
         self._slots: dict[int, _Slot] = {}
+        self.script: Sequence[int] = ()
+        """Tokens that every sequence generates, in place of digests."""
         self._step_id = 0
         self._written: dict[int, _Slot] = {}
 
@@ -189,6 +191,9 @@ class FakeRanks:
             allowed = [each for each in range(self._vocab_size) if mask[each // 8] >> each % 8 & 1]
             self._require(bool(allowed), "a mask allows nothing")
             token = allowed[token % len(allowed)]
+        if self.script:
+            # A step may be out already when the end was drawn.
+            token = self.script[min(len(slot.tokens) - slot.num_prompt, len(self.script) - 1)]
         if slot.sampling.HasField("num_logprobs"):
             result.logprobs.append(_logprobs(values[-1], token))
         slot.tokens.append(token)

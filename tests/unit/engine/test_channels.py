@@ -110,3 +110,15 @@ def test_a_vocabulary_that_lacks_a_mark_has_no_channels() -> None:
     made = other.detokenizer((), other.encode("<|start|>assistant"))
     assert made.push(other.encode("<|channel|>analysis")) == "analysis"
     assert made.take_reasoning() == ""
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_special_tokens_that_are_shown_are_part_of_the_text(at_once: bool) -> None:
+    ids = TOKENIZER.encode("a<|call|>你<|end|>b")
+    (shown,) = TOKENIZER.encode("<|call|>")
+    made = TOKENIZER.detokenizer(("b",), (), {shown})
+    text = made.push(ids) if at_once else "".join(made.push([each]) for each in ids)
+    assert text + made.finish() == "a<|call|>你"
+    assert made.matched_stop == "b"
+    assert TOKENIZER.special_id("<|call|>") == shown
+    assert TOKENIZER.special_id("a") is None

@@ -83,7 +83,7 @@ def with_recovery(settings: GroupSettings, **changes: float) -> GroupSettings:
 
 
 def new_core(config: EngineConfig | None = None) -> EngineCore:
-    def detokenizer(stop: Sequence[str], _: Sequence[int]) -> IncrementalDetokenizer:
+    def detokenizer(stop: Sequence[str], *_: object) -> IncrementalDetokenizer:
         text = ByteLevelText(lambda token_id: bytes([ord("A") + token_id % 26]))
         return IncrementalDetokenizer(text, stop=stop)
 

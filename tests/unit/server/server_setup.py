@@ -74,6 +74,11 @@ class GrpcRank:
         self._writing = asyncio.Lock()
         self._orders: asyncio.Queue[ranks_pb2.GatewayMessage] = asyncio.Queue()
 
+    def say(self, token_ids: list[int]) -> None:
+        """Have every sequence generate these tokens, and then the end."""
+        assert self._ranks is not None
+        self._ranks.script = [*token_ids, 256]
+
     async def live(self, **changes: Any) -> None:
         """From Hello to the stream's end; raises what the stream ends with."""
         call: Any = self._stub.Join(metadata=self._metadata)

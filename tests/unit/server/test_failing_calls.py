@@ -51,7 +51,7 @@ async def test_an_id_in_a_header_has_the_same_bounds(held: GatewayBench) -> None
     assert held.gateway.core.is_idle
 
 
-@pytest.mark.parametrize("broken", ["_EventStream", "_stream_headers"])
+@pytest.mark.parametrize("broken", ["_EventStream", "_events"])
 async def test_a_stream_that_cannot_begin_ends_its_requests(
     held: GatewayBench, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

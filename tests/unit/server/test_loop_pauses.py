@@ -109,7 +109,7 @@ BODIES = {
     "text": ("/v1/completions", _body(prompt=_text(1_000_000) + "\\u20ac")),
     "tokens": ("/v1/completions", _body(prompt=[5] * 500_000, top_p=7)),
     "wrong tokens": ("/v1/completions", _body(prompt=[1.5] * 500_000)),
-    "unknown fields": ("/v1/completions", _body(prompt="a", **{f"k{index}": 1 for index in range(250_000)})),
+    "unknown fields": ("/v1/completions", _body(prompt="a", top_p=7, **{f"k{index}": 1 for index in range(250_000)})),
     "messages": ("/v1/chat/completions", _body(messages=[{"role": "user", "content": WORDS}] * 4096, top_p=7)),
     "parts": (
         "/v1/chat/completions",

@@ -156,8 +156,9 @@ async def test_another_model_is_not_found(client: Any) -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format", "goes with type json_schema"),
         ({"stream_options": {"include_usage": True}}, "body", "stream: true"),
         ({"top_logprobs": 2}, "body", "logprobs: true"),
-        ({"tool_choice": "required"}, "tool_choice", "'none' or 'auto'"),
-        ({"modalities": ["audio"]}, "modalities", "is not a field that this endpoint knows"),
+        ({"tool_choice": "any"}, "tool_choice", "'none', 'auto' or 'required'"),
+        ({"tool_choice": "required"}, "body", "not among tools"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "cannot set 'messages'"),
         ({"messages": [{"role": "user", "content": "x" * 100}]}, "prompt", "the model's length"),
     ],
 )

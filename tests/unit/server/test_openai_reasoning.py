@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.stream import ReaderTurns, RequestStream
+from hetero_gateway.engine.text.answer_formats import FORMATS, AnswerFormat
+from hetero_gateway.engine.text.answer_parser import AnswerParser, Reasoning
 from hetero_gateway.server.errors import InvalidArguments
 from hetero_gateway.server.openai.answers import ChatFormatter, CompletionFormatter, ResponseFormatter
 from hetero_gateway.server.openai.call import Call, Part
@@ -17,14 +20,18 @@ from hetero_gateway.server.openai.requests import chat_requests
 from hetero_gateway.server.openai.schema import ChatBody
 from hetero_gateway.server.reading import template_message
 from hetero_gateway.server.validation import check_generate
-from tests.unit.engine.test_channels import ANALYSIS, FINAL, PROMPT, TOKENIZER
+from tests.unit.engine.test_channels import ANALYSIS, CALL, FINAL, PROMPT, TOKENIZER
 
 pytestmark = pytest.mark.unit
 
 THOUGHT, SAID = "The user greets. 你好", "Hello! 🙂"
 
 
-def call_of(answer: str, formatter: type[ResponseFormatter] = ChatFormatter) -> Call:
+def call_of(
+    answer: str,
+    formatter: type[ResponseFormatter] = ChatFormatter,
+    new_parser: Callable[[], AnswerParser] | None = None,
+) -> Call:
     """A call whose one completion has been generated, a token at a time; its reader is far behind."""
     prompt = tuple(TOKENIZER.encode(PROMPT))
     asked = GenerationRequest(request_id="id", prompt_token_ids=prompt, sampling=ranks_pb2.Sampling())
@@ -40,7 +47,7 @@ def call_of(answer: str, formatter: type[ResponseFormatter] = ChatFormatter) -> 
         feed.push(token, None)
     feed.close()
     feed.end(pb.Finished(index=0, reason=pb.FINISH_REASON_STOP))
-    part = Part(asked, stream, first_choice=0, eos_token_ids=frozenset())
+    part = Part(asked, stream, first_choice=0, eos_token_ids=frozenset(), new_parser=new_parser)
     return Call([part], formatter=formatter("id", "m", TOKENIZER.token_bytes, False), on_end=lambda _: None)
 
 
@@ -64,9 +71,24 @@ async def test_a_streamed_chat_tells_reasoning_and_text_in_fields_of_their_own()
     assert "".join(delta.get("content", "") for delta in deltas) == SAID
 
 
+async def test_calls_of_gpt_oss_are_read_from_its_channels() -> None:
+    form = AnswerFormat(FORMATS["GptOss"], None)
+    calling = ANALYSIS + CALL.removesuffix("<|call|>") + CALL.replace("look", "see")
+    make: Any = lambda: AnswerParser(form, tools={"look": {}, "see": {}})  # noqa: E731 - one for each call
+    (choice,) = (await call_of(calling, new_parser=make).whole())["choices"]
+    stream = call_of(calling, new_parser=make).chunks(usage_at_end=False, usage_in_all=False)
+    deltas = [chunk["choices"][0]["delta"] async for chunk in stream]
+    starts = [call for delta in deltas for call in delta.get("tool_calls", ()) if "id" in call]
+    assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == (None, THOUGHT)
+    calls = [call["function"] for call in choice["message"]["tool_calls"]]
+    assert calls == [{"name": "look", "arguments": '{"at": 1}'}, {"name": "see", "arguments": '{"at": 1}'}]
+    assert [(call["index"], call["function"]["name"]) for call in starts] == [(0, "look"), (1, "see")]
+    assert choice["finish_reason"] == "tool_calls"
+
+
 async def test_reasoning_alone_is_a_chunk_without_content() -> None:
     formatter = ChatFormatter("id", "m", TOKENIZER.token_bytes, False)
-    chunk = formatter.delta(0, "", [], reasoning="Hm")
+    chunk = formatter.delta(0, Reasoning("Hm"), [])
     assert chunk["choices"][0]["delta"] == {"reasoning_content": "Hm"}
 
 

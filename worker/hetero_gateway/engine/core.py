@@ -21,7 +21,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
@@ -45,14 +45,14 @@ _FEW: Final = 4
 
 
 class EngineCore:
-    """Engine that serves requests on the group it was given. `new_detokenizer` makes one for given stop strings, and
-    the prompt of an answer whose form is free."""
+    """Engine that serves requests on the group it was given. `new_detokenizer` makes one for given stop strings, the
+    prompt of an answer that may have channels, and special tokens that are part of the text."""
 
     def __init__(
         self,
         config: EngineConfig,
         *,
-        new_detokenizer: Callable[[Sequence[str], Sequence[int]], IncrementalDetokenizer],
+        new_detokenizer: Callable[[Sequence[str], Sequence[int], Collection[int]], IncrementalDetokenizer],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._new_detokenizer = new_detokenizer
@@ -222,8 +222,10 @@ class EngineCore:
         return stream
 
     def _detokenizer(self, asked: GenerationRequest) -> IncrementalDetokenizer:
-        # An answer that is bound to a form has no channels.
-        return self._new_detokenizer(asked.stop, () if asked.constraint else asked.prompt_token_ids)
+        # An answer that is bound to a form has no channels, unless the form writes them.
+        has_channels = asked.constraint is None or asked.constraint.has_frame
+        prompt = asked.prompt_token_ids if has_channels else ()
+        return self._new_detokenizer(asked.stop, prompt, asked.shown_token_ids)
 
     def abort(self, request_id: str) -> bool:
         """End a request: its stream ends with ABORT, its blocks are free at once.

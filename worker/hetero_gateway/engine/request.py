@@ -46,16 +46,24 @@ class ConstraintKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The form that a completion is bound to. `choices` is what CHOICE has in place of `text`."""
+    """The form that a completion is bound to. `choices` is what CHOICE has in place of `text`.
+
+    `prelude` is a Lark grammar of what comes before the form, which it names `@form`; empty: nothing. With `has_frame`
+    the form writes the model's own marks, e.g. of channels, which other forms do without. `source` is the field that
+    it was made of, where it is not the form's own in a GenerateRequest.
+    """
 
     kind: ConstraintKind
     text: str
     choices: tuple[str, ...] = ()
+    prelude: str = ""
+    has_frame: bool = False
+    source: str = ""
 
     @property
     def field_name(self) -> str:
         """Path of its field in a GenerateRequest."""
-        return f"sampling.{self.kind.value}"
+        return self.source or f"sampling.{self.kind.value}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +91,8 @@ class GenerationRequest:
     n: int = 1
     priority: int = 0
     received: tuple[tuple[int, ...], ...] = ()
+    shown_token_ids: frozenset[int] = frozenset()
+    """Special tokens that are part of the text, as they are written."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

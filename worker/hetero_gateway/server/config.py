@@ -15,12 +15,13 @@ from hetero_api.manifest import load_manifest
 from hetero_api.model_config import ModelConfig, model_fingerprint
 from hetero_api.model_directory import read_source
 from hetero_api.program import ProgramParser, read_admin_token, read_group_token, read_log_level
-from hetero_api.spec import HeteroInference
+from hetero_api.spec import HeteroInference, SamplingDefaults
 from hetero_api.v1 import inference_pb2
 from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.step_pace import LOOKAHEAD_S
 from hetero_gateway.engine.text.tokenizer import TextTokenizer
 from hetero_gateway.group.settings import GroupSettings, check_supported
+from hetero_gateway.server.sampling_params import read_sampling_defaults
 
 PROGRAM: Final = "hetero_gateway"
 
@@ -129,6 +130,8 @@ class ServedModel:
     engine_config: EngineConfig
     group_settings: GroupSettings
     info: inference_pb2.GetModelInfoResponse
+    sampling_defaults: inference_pb2.SamplingParams
+    """Parameters of sampling where a request leaves them out."""
 
 
 def read_model(manifest: Path, model_dir: Path) -> ServedModel:
@@ -147,6 +150,7 @@ def read_model(manifest: Path, model_dir: Path) -> ServedModel:
         model_source=source.describe() if source else "",
     )
     tokenizer = TextTokenizer.from_directory(model_dir)
+    takes_defaults = resource.spec.engine.sampling_defaults is SamplingDefaults.MODEL
     return ServedModel(
         resource=resource,
         tokenizer=tokenizer,
@@ -163,6 +167,7 @@ def read_model(manifest: Path, model_dir: Path) -> ServedModel:
             num_parameters=config.num_parameters,
             source=settings.model_source,
         ),
+        sampling_defaults=read_sampling_defaults(model_dir) if takes_defaults else inference_pb2.SamplingParams(),
     )
 
 

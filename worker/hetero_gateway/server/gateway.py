@@ -34,7 +34,7 @@ from hetero_gateway.server.grpc_server import UNBOUNDED, BearerInterceptor, bind
 from hetero_gateway.server.health import WHOLE_SERVER, GatewayProbes, HealthServicer, LoopReader
 from hetero_gateway.server.inference import InferenceServicer, serve_inference
 from hetero_gateway.server.metrics import EngineCollector, EngineReading, GatewayMetrics
-from hetero_gateway.server.openai.endpoint import OpenAiEndpoint
+from hetero_gateway.server.openai.endpoint import OpenAiEndpoint, with_cors
 from hetero_gateway.server.openai.http_server import HttpListener
 from hetero_gateway.server.ranks import serve_ranks
 from hetero_gateway.server.reading import RequestReader
@@ -106,6 +106,7 @@ class Gateway:
         serve_inference(self._inference, servicer)
         _add_health_and_reflection(self._inference, self._health, _INFERENCE_SERVICE)
         self._endpoint = OpenAiEndpoint(self.core, model=model, reader=reader, metrics=metrics, in_flight=in_flight)
+        self._cors_origins = model.resource.spec.gateway.http.cors_origins
         self._http: HttpListener | None = None
         self._admin = self._admin_server(admin_token)
         self._ranks = new_server(
@@ -115,7 +116,8 @@ class Gateway:
 
     async def listen(self, ports: Ports) -> Addresses:
         """Bind every port, then answer on all. Raises BindError; `close` is to be called then too."""
-        self._http = HttpListener(self._endpoint.application(), host=ports.host, port=ports.http, option="--http-port")
+        application = with_cors(self._endpoint.application(), self._cors_origins)
+        self._http = HttpListener(application, host=ports.host, port=ports.http, option="--http-port")
         addresses = Addresses(
             http=self._http.address,
             inference=bind(self._inference, host=ports.host, port=ports.inference, option="--inference-port"),

@@ -18,9 +18,10 @@ from google.protobuf.message import Message
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.errors import QueueFull
 from hetero_gateway.engine.request import GenerationRequest
+from hetero_gateway.engine.text.asked_answer import AskedAnswer
 from hetero_gateway.engine.text.constraints import ConstraintCompiler
 from hetero_gateway.server.config import ServedModel
-from hetero_gateway.server.sampling_params import num_completions, read_constraint, resolved_sampling
+from hetero_gateway.server.sampling_params import num_completions, read_constraint, resolved_sampling, with_defaults
 from hetero_gateway.server.validation import check_detokenize, check_generate, check_tokenize, parse
 
 INLINE_BYTES: Final = 4096
@@ -30,6 +31,8 @@ MESSAGE_COST: Final = 64
 MAX_THREADS: Final = 2
 """Long requests that are read at a time; the others wait."""
 MAX_WAITING_BYTES: Final = 64 * 1024 * 1024
+_END_TOKENS: Final = 16
+"""Tokens of a prompt that show whether it leaves a thought open."""
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -43,6 +46,7 @@ class RequestReader:
         self._tokenizer = model.tokenizer
         self._vocab_size = config.vocab_size
         self._max_model_len = config.max_model_len
+        self._sampling_defaults = model.sampling_defaults
         self._constraints = ConstraintCompiler(
             model.tokenizer, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
         )
@@ -66,14 +70,18 @@ class RequestReader:
         finally:
             self._held -= cost
 
-    async def read(self, request: pb.GenerateRequest, *, deadline_s: float | None = None) -> GenerationRequest:
-        """Return the engine's request; `deadline_s` is a time of the engine's clock.
+    async def read(
+        self, request: pb.GenerateRequest, *, deadline_s: float | None = None, answer: AskedAnswer | None = None
+    ) -> GenerationRequest:
+        """Return the engine's request; `deadline_s` is a time of the engine's clock, `answer` what a chat asks for.
 
         Raises InvalidArguments or InvalidRequest for a bad field, and QueueFull when too many bytes wait to be read.
         """
         prompt = await self.run(lambda: self._checked(request), cost=_cost(request, request.chat))
-        params = request.sampling
+        params = with_defaults(request.sampling, self._sampling_defaults)
         number, constraint = num_completions(params), read_constraint(params)
+        if answer is not None:
+            constraint = answer.constraint(constraint, prompt_end=self.prompt_end(prompt))
         return GenerationRequest(
             request_id=request.request_id or uuid.uuid4().hex,
             prompt_token_ids=prompt,
@@ -88,7 +96,12 @@ class RequestReader:
             n=number,
             priority=request.priority,
             received=_received(request, number),
+            shown_token_ids=frozenset() if answer is None else answer.shown_token_ids,
         )
+
+    def prompt_end(self, prompt: Sequence[int]) -> str:
+        """Return the text of a prompt's last tokens, special ones as they are written."""
+        return self._tokenizer.written(prompt[-_END_TOKENS:])
 
     async def tokenize(self, request: pb.TokenizeRequest) -> Sequence[int]:
         """Return the token ids that Generate would see. Raises as `read` does, but for a prompt's length."""
@@ -124,8 +137,9 @@ class RequestReader:
 
     def _encode_chat(self, chat: pb.ChatMessages, *, max_model_len: int | None = None) -> Sequence[int]:
         tools: list[dict[str, Any]] | None = json.loads(chat.tools_json) if chat.tools_json else None
+        options = json.loads(chat.template_options_json) if chat.template_options_json else None
         messages = [template_message(message) for message in chat.messages]
-        return self._tokenizer.encode_chat(messages, tools=tools, max_model_len=max_model_len)
+        return self._tokenizer.encode_chat(messages, tools=tools, options=options, max_model_len=max_model_len)
 
 
 def _cost(request: pb.GenerateRequest | pb.TokenizeRequest, chat: pb.ChatMessages) -> int:

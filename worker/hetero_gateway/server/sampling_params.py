@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
+from hetero_api.errors import ModelError
+from hetero_api.hf_config import read_json
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.request import Constraint, ConstraintKind
@@ -24,6 +27,9 @@ MAX_COMPLETIONS: Final = 16
 MAX_CHOICES: Final = 256
 SEED_BITS: Final = 63
 _PIECE: Final = 65_536
+GENERATION_CONFIG_FILE: Final = "generation_config.json"
+_MODEL_DEFAULTS: Final = frozenset(("temperature", "top_k", "top_p", "min_p", "repetition_penalty"))
+"""Parameters that a model's own defaults name as we do."""
 
 
 class _Range(NamedTuple):
@@ -92,6 +98,32 @@ def token_id_violations(field: str, ids: Sequence[int], *, vocab_size: int) -> l
             index = begin + next(index for index, token_id in enumerate(piece) if token_id >= vocab_size)
             return [Violation(f"{field}[{index}]", f"must be in the vocabulary [0, {vocab_size}), not {ids[index]}")]
     return []
+
+
+def read_sampling_defaults(directory: Path) -> pb.SamplingParams:
+    """Return the parameters that a model's generation_config.json names, none if there is no such file.
+
+    Raises ModelError if one of them is no number, or out of bounds.
+    """
+    path = directory / GENERATION_CONFIG_FILE
+    params = pb.SamplingParams()
+    for name, value in (read_json(path) if path.exists() else {}).items():
+        if name in _MODEL_DEFAULTS and value is not None:
+            try:
+                setattr(params, name, value)
+            except (TypeError, ValueError) as error:
+                raise ModelError(f"{path}: {name} must be a number, not {value!r:.40}") from error
+    for violation in sampling_violations(params, vocab_size=0):
+        raise ModelError(f"{path}: {violation.field.removeprefix('sampling.')} {violation.problem}")
+    return params
+
+
+def with_defaults(params: pb.SamplingParams, defaults: pb.SamplingParams) -> pb.SamplingParams:
+    """Return parameters whose absent fields are those of `defaults`."""
+    merged = pb.SamplingParams()
+    merged.CopyFrom(defaults)
+    merged.MergeFrom(params)
+    return merged
 
 
 def resolved_sampling(params: pb.SamplingParams) -> ranks_pb2.Sampling:

@@ -135,34 +135,45 @@ def _chat(chat: pb.ChatMessages) -> Iterable[Violation]:
             yield Violation(f"{field}.reasoning", "can be set in a message of the assistant only")
     if chat.tools_json:
         yield from _json_objects("chat.tools_json", chat.tools_json)
+    if chat.template_options_json:
+        yield from _json_object("chat.template_options_json", chat.template_options_json)
 
 
 def _json_objects(field: str, text: str) -> Iterable[Violation]:
     """Yield a violation unless `text` is a JSON array of objects, neither too long nor too deep."""
+    value, problem = _json(field, text)
+    if problem is not None:
+        yield problem
+    elif not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        yield Violation(field, f"must be a JSON array of objects, not {_shown(text)}")
+
+
+def _json_object(field: str, text: str) -> Iterable[Violation]:
+    """Yield a violation unless `text` is a JSON object, neither too long nor too deep."""
+    value, problem = _json(field, text)
+    if problem is not None:
+        yield problem
+    elif not isinstance(value, dict):
+        yield Violation(field, f"must be a JSON object, not {_shown(text)}")
+
+
+def _json(field: str, text: str) -> tuple[Any, Violation | None]:
+    """Return the value of JSON text, or what is wrong with the text: no JSON, too long or too deep."""
+    too_deep = Violation(field, f"must be nested at most {MAX_TOOLS_DEPTH} levels deep")
     if len(text) > MAX_TOOLS_CHARS:
-        yield Violation(field, f"must have at most {MAX_TOOLS_CHARS} characters, not {len(text)}")
-        return
+        return None, Violation(field, f"must have at most {MAX_TOOLS_CHARS} characters, not {len(text)}")
     try:
         value: Any = json.loads(text)
     except RecursionError:
-        yield _too_deep(field)
-        return
+        return None, too_deep
     except ValueError as error:
-        yield Violation(field, f"is no JSON: {error}")
-        return
-    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-        yield Violation(field, f"must be a JSON array of objects, not {_shown(text)}")
-    elif _is_deeper(value, MAX_TOOLS_DEPTH):
-        yield _too_deep(field)
+        return None, Violation(field, f"is no JSON: {error}")
+    return value, too_deep if _is_deeper(value, MAX_TOOLS_DEPTH) else None
 
 
-def _too_deep(field: str) -> Violation:
-    return Violation(field, f"must be nested at most {MAX_TOOLS_DEPTH} levels deep")
-
-
-def _is_deeper(value: list[Any], limit: int) -> bool:
+def _is_deeper(value: Any, limit: int) -> bool:
     """Return whether objects and lists are nested more than `limit` levels deep, the outermost counted."""
-    level: list[Any] = [value]
+    level: list[Any] = [value] if isinstance(value, dict | list) else []
     for _ in range(limit):
         level = [
             child

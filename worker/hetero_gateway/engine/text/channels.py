@@ -12,7 +12,7 @@ any channel is text, known as such once it ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from hetero_gateway.engine.text.detokenizer import ByteLevelText, WindowText
@@ -45,6 +45,32 @@ class HarmonyTokens(NamedTuple):
         if begin is None or self.message in tail[begin:]:
             return None
         return tail[begin:]
+
+
+class MarkedText:
+    """Text of tokens, some special ones of which are part of it. `marks` are these tokens' texts by id.
+
+    `new_text` makes the decoder of the text between two marks.
+    """
+
+    def __init__(self, marks: Mapping[int, str], *, new_text: Callable[[], ByteLevelText | WindowText]) -> None:
+        self._marks = marks
+        self._new_text = new_text
+        self._text = new_text()
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Add tokens, and return the text that is certain with them."""
+        shown: list[str] = []
+        begin = 0
+        for place, token_id in enumerate(token_ids):
+            if token_id in self._marks:
+                shown += (self._text.push(token_ids[begin:place]), self._text.flush(), self._marks[token_id])
+                self._text, begin = self._new_text(), place + 1
+        return "".join((*shown, self._text.push(token_ids[begin:])))
+
+    def flush(self) -> str:
+        """Return the text that was held back: no more tokens come."""
+        return self._text.flush()
 
 
 class ChannelText:

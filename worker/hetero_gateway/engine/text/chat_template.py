@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 import jinja2
 import jinja2.ext
@@ -21,6 +21,7 @@ from jinja2.utils import Namespace
 from hetero_api.errors import ModelError
 from hetero_gateway.engine.errors import InvalidRequest
 
+_GIVEN: Final = ("messages", "tools", "documents", "add_generation_prompt")
 # What a template may run into when messages are not what it expects, beside Jinja's own errors.
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError)
 
@@ -29,17 +30,33 @@ class ChatTemplate:
     """A compiled template. `source` names its file. Raises ModelError if the text is no template."""
 
     def __init__(self, text: str, *, special_tokens: Mapping[str, str], source: str) -> None:
+        self.text = text
         self._special_tokens = dict(special_tokens)
         try:
             self._template = _environment().from_string(text)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"{source}: the chat template is no valid Jinja, line {error.lineno}: {error}") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """Return the prompt's text with the assistant's turn opened. Raises InvalidRequest if the template refuses."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt's text with the assistant's turn opened. `options` are variables of the template's own.
+
+        Raises InvalidRequest if the template refuses, or an option has the name of something that it gets anyway.
+        """
+        taken = sorted({*_GIVEN, *self._special_tokens}.intersection(options or ()))
+        if taken:
+            raise InvalidRequest(
+                "chat.template_options_json", f"cannot set {taken[0]!r}, which the request says itself"
+            )
         try:
             return self._template.render(
                 **self._special_tokens,
+                **(options or {}),
                 messages=[dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] if tools else None,
                 documents=None,

@@ -21,7 +21,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from hetero_gateway.engine.errors import EngineFault, InvalidRequest
@@ -39,6 +39,9 @@ _STACK_BYTES: Final = 256 * 1024 * 1024
 _KEPT: Final = 64
 """Compiled constraints that are kept for the next request which asks for the same."""
 _MAX_PROBLEM_CHARS: Final = 500
+WHITESPACE: Final = r"\r?\n[ \t]{0,40}|[ \t]{1,40}"
+"""White space between two parts of JSON, unless the schema's `x-guidance` says otherwise: a model that may write any
+number of newlines writes them until its tokens are used up."""
 
 _T = TypeVar("_T")
 
@@ -132,9 +135,8 @@ class ConstraintCompiler:
         prototype = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
         if prototype.is_error():
             raise InvalidRequest(field_name, _short(prototype.get_error()))
-        compiled = CompiledConstraint(
-            constraint.kind, constraint.text, constraint.choices, prototype=prototype, vocab_size=self._vocab_size
-        )
+        asked = {each.name: getattr(constraint, each.name) for each in fields(Constraint)}
+        compiled = CompiledConstraint(**asked, prototype=prototype, vocab_size=self._vocab_size)
         # On the prototype itself, so that what this works out is there for all its copies.
         TokenMatcher(prototype, field_name=field_name, vocab_size=self._vocab_size).mask()
         return compiled
@@ -224,17 +226,30 @@ def _clipped(mask: bytes, vocab_size: int) -> bytes:
 
 
 def _check_size(constraint: Constraint, field_name: str) -> None:
-    size = len(constraint.text) + sum(map(len, constraint.choices))
+    size = len(constraint.text) + len(constraint.prelude) + sum(map(len, constraint.choices))
     if size > MAX_CONSTRAINT_CHARS:
         raise InvalidRequest(field_name, f"must have at most {MAX_CONSTRAINT_CHARS} characters, not {size}")
 
 
 def _grammar(constraint: Constraint, field_name: str) -> str:
+    """Return the form's grammar, behind its prelude if it has one."""
+    form = _form_grammar(constraint, field_name)
+    if not constraint.prelude:
+        return form
+    is_json = constraint.kind in (ConstraintKind.JSON_SCHEMA, ConstraintKind.REGEX)
+    named = json.loads(form)["grammars"][0] if is_json else {"lark_grammar": form}
+    return json.dumps({"grammars": [{"lark_grammar": constraint.prelude}, {**named, "name": "form"}]})
+
+
+def _form_grammar(constraint: Constraint, field_name: str) -> str:
     from llguidance import LLMatcher
 
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(_json_schema(constraint.text, field_name))
+            schema = _json_schema(constraint.text, field_name)
+            if not schema.lstrip().startswith("{"):  # true or false, which have no options
+                return LLMatcher.grammar_from_json_schema(schema)
+            return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
         case ConstraintKind.REGEX:
             return LLMatcher.grammar_from_regex(constraint.text)
         case ConstraintKind.GRAMMAR:

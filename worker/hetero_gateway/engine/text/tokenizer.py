@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from hetero_api.hf_config import read_json
 from hetero_api.model_directory import MAX_TOKENIZER_BYTES, model_file, parse_json, read_model_file
 from hetero_gateway.engine.config import check_prompt_bytes, check_prompt_length
 from hetero_gateway.engine.errors import InvalidRequest
-from hetero_gateway.engine.text.channels import ChannelText, HarmonyTokens
+from hetero_gateway.engine.text.channels import ChannelText, HarmonyTokens, MarkedText
 from hetero_gateway.engine.text.chat_template import ChatTemplate
 from hetero_gateway.engine.text.detokenizer import (
     ByteLevelText,
@@ -96,6 +96,16 @@ class TextTokenizer:
         """Return whether conversations can be encoded."""
         return self._chat_template is not None
 
+    @property
+    def chat_template(self) -> str:
+        """Return the text of the chat template; empty if there is none."""
+        return "" if self._chat_template is None else self._chat_template.text
+
+    def special_id(self, text: str) -> int | None:
+        """Return the id of the special token that is written so; None if there is none."""
+        token_id = self._tokenizer.token_to_id(text)
+        return token_id if token_id in self._special_ids else None
+
     def encode(self, text: str, *, max_model_len: int | None = None) -> list[int]:
         """Return the token ids of plain text, with the model's special tokens.
 
@@ -108,13 +118,14 @@ class TextTokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
         max_model_len: int | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation with the assistant's turn opened after it.
 
         Messages have `role` and `content`, and optional fields that the template knows (`tool_calls`, `tool_call_id`,
-        `name`); the template shows `tools` to the model. Raises InvalidRequest if the model has no chat template, if
-        its template refuses the messages, or as `encode` does.
+        `name`); the template shows `tools` to the model, and `options` are variables that it knows. Raises
+        InvalidRequest if the model has no chat template, if its template refuses the messages, or as `encode` does.
         """
         if self._chat_template is None:
             raise InvalidRequest(
@@ -122,7 +133,7 @@ class TextTokenizer:
                 f"this model has no chat template ({CHAT_TEMPLATE_FILE}, or chat_template in "
                 f"{TOKENIZER_CONFIG_FILE}); send text or token ids",
             )
-        text = self._chat_template.render(messages, tools=tools)
+        text = self._chat_template.render(messages, tools=tools, options=options)
         return self._token_ids(text, with_special_tokens=False, max_model_len=max_model_len)
 
     def _token_ids(self, text: str, *, with_special_tokens: bool, max_model_len: int | None) -> list[int]:
@@ -163,15 +174,21 @@ class TextTokenizer:
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes.fromhex(byte[1]) if byte else token.replace(_SENTENCEPIECE_SPACE, " ").encode()
 
-    def detokenizer(self, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> IncrementalDetokenizer:
+    def detokenizer(
+        self, stop: Sequence[str] = (), prompt: Sequence[int] = (), shown: Collection[int] = ()
+    ) -> IncrementalDetokenizer:
         """Return the detokenizer of one completion, which ends at any of the strings `stop`.
 
-        If the prompt opens a message in the Harmony format, the completion is taken as messages of its channels.
+        If the prompt opens a message in the Harmony format, the completion is taken as messages of its channels. Else
+        the special tokens `shown` are part of the text.
         """
         header = self._harmony.open_header(prompt) if self._harmony is not None else None
         if self._harmony is None or header is None:
-            return IncrementalDetokenizer(self._text(), stop=stop)
-        text = ChannelText(self._harmony, header=header, new_text=self._text, written=self._written)
+            if not shown:
+                return IncrementalDetokenizer(self._text(), stop=stop)
+            marks = {token_id: self._tokenizer.id_to_token(token_id) or "" for token_id in shown}
+            return IncrementalDetokenizer(MarkedText(marks, new_text=self._text), stop=stop)
+        text = ChannelText(self._harmony, header=header, new_text=self._text, written=self.written)
         return IncrementalDetokenizer(text, stop=stop, take_reasoning=text.take_reasoning)
 
     def _text(self) -> ByteLevelText | WindowText:
@@ -179,7 +196,7 @@ class TextTokenizer:
             return ByteLevelText(self._bytes_of.__getitem__)
         return WindowText(self.decode, is_silent=self._is_silent)
 
-    def _written(self, token_ids: Sequence[int]) -> str:
+    def written(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones as they are written."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 

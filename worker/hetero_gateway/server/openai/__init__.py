@@ -3,7 +3,8 @@
     schema     fields of bodies                     answers       answers and errors, as JSON objects
     requests   bodies to the engine's requests      call          one call, whole or in chunks
     endpoint   the ASGI application                 http_server   its server, and bounds of what it receives
+    tokens     bodies of calls about tokens
 
 It knows no gRPC. Fields that the OpenAI API does not have (cache salts, priorities, min_p, regular expressions, ...)
-have the names that vLLM gave them. Fields that would change the answer and are not supported are refused by name.
+have the names that vLLM gave them. Fields that are not known are left out, and the answer names them in a header.
 """

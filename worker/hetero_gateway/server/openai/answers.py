@@ -27,6 +27,7 @@ from hetero_gateway.engine.errors import (
     QueueFull,
 )
 from hetero_gateway.engine.request import FinishReason
+from hetero_gateway.engine.text.answer_parser import CallArguments, CallStart, Content, Piece, Reasoning
 from hetero_gateway.server.errors import InvalidArguments
 from hetero_gateway.server.openai.requests import body_field
 
@@ -43,21 +44,45 @@ class Position(NamedTuple):
 
 
 @dataclass(slots=True)
+class MadeCall:
+    """A call of a tool, and its arguments so far."""
+
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Choice:
     """One completion so far. `index` is its number in the answer."""
 
     index: int
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
+    calls: list[MadeCall] = field(default_factory=list)
     positions: list[Position] = field(default_factory=list)
     finished: pb.Finished | None = None
+
+    def add(self, pieces: Iterable[Piece], positions: Iterable[Position]) -> None:
+        """Add what came."""
+        self.positions.extend(positions)
+        for piece in pieces:
+            match piece:
+                case Content(text):
+                    self.text.append(text)
+                case Reasoning(text):
+                    self.reasoning.append(text)
+                case CallStart(_, call_id, name):
+                    self.calls.append(MadeCall(call_id, name))
+                case CallArguments(index, text):
+                    self.calls[index].arguments.append(text)
 
 
 class ResponseFormatter(ABC):
     """Form of one answer: what all of its objects share; subclasses have what differs between the two calls.
 
-    Parts are a choice's text, and its reasoning where there is some, as the call has it. Log-probabilities are null
-    where none were asked for.
+    Parts are what a choice says, thinks and calls, as the API's call has it. Log-probabilities are null where none
+    were asked for.
     """
 
     id_prefix: ClassVar[str]
@@ -80,9 +105,7 @@ class ResponseFormatter(ABC):
     def whole(self, choices: Iterable[Choice], usage: Json) -> Json:
         """Return the answer of a call that does not stream."""
         listed = [
-            self._choice(
-                each.index, self.whole_part("".join(each.text), "".join(each.reasoning)), each.positions, each.finished
-            )
+            self._choice(each.index, self.whole_part(each), each.positions, each.finished, calls=bool(each.calls))
             for each in choices
         ]
         return self._object(self.whole_kind, listed) | {"usage": usage}
@@ -91,37 +114,43 @@ class ResponseFormatter(ABC):
         """Return a choice's first chunk; None if the call has no such chunk."""
         return None if self.opening_part is None else self._chunk(index, self.opening_part)
 
-    def delta(self, index: int, text: str, positions: Sequence[Position], *, reasoning: str = "") -> Json:
-        """Return a chunk with text, or reasoning, or both: then the reasoning came first."""
-        return self._chunk(index, self.delta_part(text, reasoning), positions)
+    def delta(self, index: int, piece: Piece, positions: Sequence[Position]) -> Json:
+        """Return a chunk with a piece of an answer."""
+        return self._chunk(index, self.delta_part(piece), positions)
 
-    def end(self, finished: pb.Finished) -> Json:
-        """Return a choice's last chunk; `finished` has the choice's index."""
-        return self._chunk(finished.index, self.end_part, finished=finished)
+    def end(self, finished: pb.Finished, *, calls: bool = False) -> Json:
+        """Return a choice's last chunk; `finished` has the choice's index, `calls`: the choice calls tools."""
+        return self._chunk(finished.index, self.end_part, finished=finished, calls=calls)
 
     def usage(self, usage: Json) -> Json:
         """Return the chunk after the last choice's end."""
         return self._object(self.chunk_kind, []) | {"usage": usage}
 
     @abstractmethod
-    def whole_part(self, text: str, reasoning: str) -> Json:
+    def whole_part(self, choice: Choice) -> Json:
         """Return the part of a whole choice."""
 
     @abstractmethod
-    def delta_part(self, text: str, reasoning: str) -> Json:
-        """Return the part of a chunk with text."""
+    def delta_part(self, piece: Piece) -> Json:
+        """Return the part of a chunk with a piece."""
 
     @abstractmethod
     def logprobs(self, positions: Sequence[Position]) -> Json:
         """Return the log-probabilities of a choice's tokens."""
 
     def _chunk(
-        self, index: int, part: Json, positions: Sequence[Position] | None = None, finished: pb.Finished | None = None
+        self,
+        index: int,
+        part: Json,
+        positions: Sequence[Position] | None = None,
+        finished: pb.Finished | None = None,
+        *,
+        calls: bool = False,
     ) -> Json:
-        return self._object(self.chunk_kind, [self._choice(index, part, positions, finished)])
+        return self._object(self.chunk_kind, [self._choice(index, part, positions, finished, calls=calls)])
 
     def _choice(
-        self, index: int, part: Json, positions: Sequence[Position] | None, finished: pb.Finished | None
+        self, index: int, part: Json, positions: Sequence[Position] | None, finished: pb.Finished | None, *, calls: bool
     ) -> Json:
         shown = None if positions is None or not self._with_logprobs else self.logprobs(positions)
         choice = {"index": index, **part, "logprobs": shown}
@@ -129,7 +158,9 @@ class ResponseFormatter(ABC):
             return choice | {"finish_reason": None}
         matched = finished.WhichOneof("matched_stop")
         stop = None if matched is None else getattr(finished, matched)
-        return choice | {"finish_reason": FinishReason(finished.reason).name.lower(), "stop_reason": stop}
+        reason = FinishReason(finished.reason)
+        told = "tool_calls" if calls and reason is FinishReason.STOP else reason.name.lower()
+        return choice | {"finish_reason": told, "stop_reason": stop}
 
     def _object(self, kind: str, choices: list[Json]) -> Json:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
@@ -144,15 +175,27 @@ class ChatFormatter(ResponseFormatter):
     opening_part: ClassVar = {"delta": {"role": "assistant", "content": ""}}
     end_part: ClassVar = {"delta": {}}
 
-    def whole_part(self, text: str, reasoning: str) -> Json:
-        """See `ResponseFormatter.whole_part`."""
+    def whole_part(self, choice: Choice) -> Json:
+        """See `ResponseFormatter.whole_part`; a choice that calls tools may say nothing, which is null."""
+        text, reasoning = "".join(choice.text), "".join(choice.reasoning)
         thought = {"reasoning_content": reasoning} if reasoning else {}
-        return {"message": {"role": "assistant", "content": text, **thought, "refusal": None}}
+        calls = {"tool_calls": [_whole_call(call) for call in choice.calls]} if choice.calls else {}
+        content = None if calls and not text else text
+        return {"message": {"role": "assistant", "content": content, **thought, **calls, "refusal": None}}
 
-    def delta_part(self, text: str, reasoning: str) -> Json:
+    def delta_part(self, piece: Piece) -> Json:
         """See `ResponseFormatter.delta_part`."""
-        thought = {"reasoning_content": reasoning} if reasoning else {}
-        return {"delta": thought | ({"content": text} if text or not reasoning else {})}
+        match piece:
+            case Content(text):
+                delta: Json = {"content": text}
+            case Reasoning(text):
+                delta = {"reasoning_content": text}
+            case CallStart(index, call_id, name):
+                function = {"name": name, "arguments": ""}
+                delta = {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+            case CallArguments(index, text):
+                delta = {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+        return {"delta": delta}
 
     def logprobs(self, positions: Sequence[Position]) -> Json:
         """See `ResponseFormatter.logprobs`."""
@@ -176,13 +219,13 @@ class CompletionFormatter(ResponseFormatter):
     opening_part = None
     end_part: ClassVar = {"text": ""}
 
-    def whole_part(self, text: str, reasoning: str) -> Json:
+    def whole_part(self, choice: Choice) -> Json:
         """See `ResponseFormatter.whole_part`; reasoning is text here, since this call has no other place for it."""
-        return {"text": reasoning + text}
+        return {"text": "".join((*choice.reasoning, *choice.text))}
 
-    def delta_part(self, text: str, reasoning: str) -> Json:
-        """See `ResponseFormatter.delta_part`."""
-        return {"text": reasoning + text}
+    def delta_part(self, piece: Piece) -> Json:
+        """See `ResponseFormatter.delta_part`. The answer is text alone: no calls are read from it."""
+        return {"text": piece.text if isinstance(piece, Content | Reasoning) else ""}
 
     def logprobs(self, positions: Sequence[Position]) -> Json:
         """See `ResponseFormatter.logprobs`."""
@@ -202,6 +245,11 @@ class CompletionFormatter(ResponseFormatter):
 
     def _text(self, token_id: int) -> str:
         return self._token_bytes(token_id).decode(errors="replace")
+
+
+def _whole_call(call: MadeCall) -> Json:
+    function = {"name": call.name, "arguments": "".join(call.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 RETRY_AFTER: Final = {"Retry-After": "1"}

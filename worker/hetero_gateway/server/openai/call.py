@@ -15,24 +15,33 @@ from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1.logprobs_pb2 import TokenLogprobs
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.stream import RequestStream
+from hetero_gateway.engine.text.answer_parser import AnswerParser, CallStart, Content, Piece, Reasoning
 from hetero_gateway.server.openai.answers import Choice, Json, Position, ResponseFormatter
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """New text and tokens of one choice."""
+    """New pieces and tokens of one choice."""
 
     index: int
-    text: str
+    pieces: Sequence[Piece]
     positions: list[Position]
-    reasoning: str = ""
 
 
 class Part:
-    """One request of a call. Tokens that end a completion are counted, but no part of its text."""
+    """One request of a call. Tokens that end a completion are counted, but no part of its text.
+
+    `new_parser` makes the parser of one completion; without one all text is said.
+    """
 
     def __init__(
-        self, asked: GenerationRequest, stream: RequestStream, *, first_choice: int, eos_token_ids: frozenset[int]
+        self,
+        asked: GenerationRequest,
+        stream: RequestStream,
+        *,
+        first_choice: int,
+        eos_token_ids: frozenset[int],
+        new_parser: Callable[[], AnswerParser] | None = None,
     ) -> None:
         self.stream = stream
         self.num_prompt_tokens = len(asked.prompt_token_ids)
@@ -41,10 +50,21 @@ class Part:
         self._ending_tokens = asked.stop_token_ids
         if not asked.ignore_eos:
             self._ending_tokens |= eos_token_ids
+        self._parsers = [new_parser() for _ in self.choices] if new_parser is not None else []
 
     def said(self, event: pb.Delta) -> Said:
         """Return new tokens as those of the call's choice."""
-        return Said(self.choices[event.index], event.text, self._positions(event), event.reasoning)
+        pieces: list[Piece] = [Reasoning(event.reasoning)] if event.reasoning else []
+        if self._parsers:
+            pieces += self._parsers[event.index].push(event.text)
+        elif event.text:
+            pieces.append(Content(event.text))
+        return Said(self.choices[event.index], pieces, self._positions(event))
+
+    def rest(self, event: pb.Finished) -> Said:
+        """Return what was held back of a completion that has ended."""
+        pieces = self._parsers[event.index].finish() if self._parsers else []
+        return Said(self.choices[event.index], pieces, [])
 
     def echo(self, decode: Callable[[Sequence[int]], str], logprobs: Sequence[TokenLogprobs]) -> Iterator[Said]:
         """Yield the prompt, to stand at the head of each choice."""
@@ -52,7 +72,7 @@ class Part:
         known = [None, *logprobs] if logprobs else [None] * len(tokens)
         positions = [Position(token, each) for token, each in zip(tokens, known, strict=True)]
         text = decode(tokens)
-        return (Said(index, text, list(positions)) for index in self.choices)
+        return (Said(index, [Content(text)], list(positions)) for index in self.choices)
 
     def _positions(self, event: pb.Delta) -> list[Position]:
         if not event.logprobs:
@@ -92,9 +112,7 @@ class Call:
             if isinstance(event, pb.Finished):
                 choice.finished = event
             else:
-                choice.text.append(event.text)
-                choice.reasoning.append(event.reasoning)
-                choice.positions.extend(event.positions)
+                choice.add(event.pieces, event.positions)
         return self._formatter.whole(choices.values(), self._usage())
 
     async def chunks(self, *, usage_at_end: bool, usage_in_all: bool) -> AsyncIterator[Json]:
@@ -105,15 +123,24 @@ class Call:
             yield self._formatter.usage(self._usage())
 
     async def _bare_chunks(self) -> AsyncIterator[Json]:
+        calling: set[int] = set()
         for index in (index for part in self._parts for index in part.choices):
             opening = self._formatter.opening(index)
             if opening is not None:
                 yield opening
         async for event in self._events():
             if isinstance(event, pb.Finished):
-                yield self._formatter.end(event)
-            elif event.text or event.reasoning or event.positions:
-                yield self._formatter.delta(event.index, event.text, event.positions, reasoning=event.reasoning)
+                yield self._formatter.end(event, calls=event.index in calling)
+                continue
+            if any(isinstance(piece, CallStart) for piece in event.pieces):
+                calling.add(event.index)
+            for chunk in self._deltas(event):
+                yield chunk
+
+    def _deltas(self, said: Said) -> Iterator[Json]:
+        """Yield a chunk for each piece; the tokens come with the first, or in a chunk without text."""
+        for number, piece in enumerate(said.pieces or ([Content("")] if said.positions else [])):
+            yield self._formatter.delta(said.index, piece, [] if number else said.positions)
 
     async def _events(self) -> AsyncIterator[Said | pb.Finished]:
         """Yield text and ends of the choices; a prompt that is echoed comes first."""
@@ -131,6 +158,7 @@ class Call:
             elif isinstance(event, pb.Finished):
                 self._cached[number] = max(self._cached[number], event.usage.cached_tokens)
                 self._on_end(event)
+                yield part.rest(event)
                 event.index = part.choices[event.index]
                 yield event
 
@@ -154,6 +182,11 @@ async def merged(streams: Sequence[tuple[K, AsyncIterable[T]]]) -> AsyncIterator
 
     An error of one stream is raised, and ends all.
     """
+    if len(streams) == 1:  # of most calls: spare it the task and the queue
+        ((only, alone),) = streams
+        async for each in alone:
+            yield only, each
+        return
     # One event of each stream at most waits here: the streams themselves merge what is not read.
     news: asyncio.Queue[tuple[K, T] | Exception | None] = asyncio.Queue(maxsize=len(streams))
     readers = [asyncio.create_task(_read(key, stream, news)) for key, stream in streams]

@@ -7,20 +7,26 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from typing import Final, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from hetero_api.contract import VERSION
+from hetero_api.spec_http import ToolCallFormat
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.request import GenerationRequest
+from hetero_gateway.engine.text.answer_formats import AnswerFormat
+from hetero_gateway.engine.text.answer_parser import AnswerParser
+from hetero_gateway.engine.text.asked_answer import AskedAnswer
 from hetero_gateway.server.calls import Account, InFlight
 from hetero_gateway.server.config import ServedModel
 from hetero_gateway.server.metrics import GatewayMetrics
@@ -35,19 +41,34 @@ from hetero_gateway.server.openai.answers import (
 from hetero_gateway.server.openai.call import Call, Part
 from hetero_gateway.server.openai.http_server import RequestBodies, client_gone
 from hetero_gateway.server.openai.requests import chat_requests, completion_requests
-from hetero_gateway.server.openai.schema import ChatBody, CompletionBody, Generation, StreamOptions, parse_body
+from hetero_gateway.server.openai.schema import (
+    ChatBody,
+    CompletionBody,
+    Generation,
+    IgnoredFields,
+    StreamOptions,
+    parse_body,
+)
+from hetero_gateway.server.openai.tokens import DetokenizeBody, TokenizeBody, TokensBody
 from hetero_gateway.server.reading import RequestReader
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER: Final = "x-request-id"
+IGNORED_HEADER: Final = "x-hetero-ignored"
+"""Header that names the fields of a body which were left out."""
 CLIENT_CLOSED: Final = 499
 """Status, seen by nobody but the log and metrics, of a call whose client went away."""
 _DONE: Final = "data: [DONE]\n\n"
 _EVENT_STREAM: Final = "text/event-stream"
-_DOORS: Final = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models"
+_STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Headers by which proxies pass pieces on as they come."""
+_DOORS: Final = (
+    "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, POST /tokenize, POST /detokenize, GET /version"
+)
 
 B = TypeVar("B", bound=Generation)
+T = TypeVar("T", bound=TokensBody)
 
 
 class OpenAiEndpoint:
@@ -66,6 +87,13 @@ class OpenAiEndpoint:
         self._tokenizer = model.tokenizer
         self._eos_token_ids = model.engine_config.eos_token_ids
         self._reader = reader
+        self._settings = model.resource.spec.gateway.http
+        chosen = self._settings.tool_call_format
+        self._answers = AnswerFormat.find(
+            self._tokenizer.chat_template,
+            special_id=self._tokenizer.special_id,
+            calls=None if chosen is ToolCallFormat.AUTO else str(chosen),
+        )
         self._bodies = RequestBodies()
         self._name = model.group_settings.name
         uri = model.info.model_uri
@@ -91,6 +119,9 @@ class OpenAiEndpoint:
                 Route("/v1/completions", self._completions, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{model:path}", self._model),
+                Route("/tokenize", self._tokenize, methods=["POST"]),
+                Route("/detokenize", self._detokenize, methods=["POST"]),
+                Route("/version", self._version),
                 Route("/health", self._health),
             ],
             exception_handlers={HTTPException: _wrong_door},
@@ -117,6 +148,44 @@ class OpenAiEndpoint:
     async def _health(self, request: Request) -> Response:  # noqa: ARG002
         return Response(status_code=200 if self._core.is_serving else 503)
 
+    async def _version(self, request: Request) -> Response:  # noqa: ARG002
+        return JSONResponse({"version": VERSION})
+
+    async def _tokenize(self, request: Request) -> Response:
+        async def answer(body: TokenizeBody) -> Json:
+            tokens = [*await self._reader.tokenize(body.request())]
+            return {"count": len(tokens), "max_model_len": self._model_object["max_model_len"], "tokens": tokens}
+
+        return await self._answer_tokens(request, TokenizeBody, answer)
+
+    async def _detokenize(self, request: Request) -> Response:
+        async def answer(body: DetokenizeBody) -> Json:
+            return {"prompt": await self._reader.detokenize(body.request())}
+
+        return await self._answer_tokens(request, DetokenizeBody, answer)
+
+    async def _answer_tokens(self, request: Request, kind: type[T], answer: Callable[[T], Awaitable[Json]]) -> Response:
+        """Answer a call about tokens: read its body as `kind`, and return what `answer` makes of it."""
+        ticket = self._ticket(request)
+        try:
+            async with self._bodies.received(request) as data:
+                body = await self._reader.run(lambda: parse_body(kind, data, ticket.ignored), cost=len(data))
+                if body.model is not None:
+                    self._check_model(body.model)
+                response = JSONResponse(await answer(body), headers=ticket.headers())
+            ticket.outcome = "200"
+            return response
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_CLOSED)
+        except Exception as error:  # noqa: BLE001 — the call's top: any error is answered
+            return _refusal(ticket.failure(error))
+        finally:
+            ticket.close()
+
+    def _ticket(self, request: Request) -> _Ticket:
+        ignored = IgnoredFields(is_strict=self._settings.strict_fields)
+        return _Ticket(request.headers.get(REQUEST_ID_HEADER), ignored, self._metrics, self._in_flight)
+
     def _check_model(self, asked: str) -> None:
         """Raise Failure when another model is meant."""
         if asked not in (self._name, self._root):
@@ -136,12 +205,12 @@ class OpenAiEndpoint:
 
         Unless a stream is returned, which ends its requests itself, none is left in flight.
         """
-        ticket = _Ticket(request.headers.get(REQUEST_ID_HEADER), self._metrics, self._in_flight)
+        ticket = self._ticket(request)
         with ExitStack() as cleanup:
             cleanup.callback(ticket.close)
             try:
                 body, asked = await self._read(request, kind, requests, ticket)
-                parts = self._submit(asked)
+                parts = self._submit(asked, self._asked_answer(body))
                 for part in parts:
                     cleanup.callback(part.stream.cancel)
                 call = Call(
@@ -155,7 +224,7 @@ class OpenAiEndpoint:
                     cleanup.pop_all()
                     return stream
                 answer = await _whole(request, call)
-                response = JSONResponse(answer, headers={REQUEST_ID_HEADER: ticket.call_id})
+                response = JSONResponse(answer, headers=ticket.headers())
                 ticket.outcome = "200"
                 return response
             except ClientDisconnect:
@@ -168,13 +237,25 @@ class OpenAiEndpoint:
     ) -> tuple[B, list[GenerationRequest]]:
         """Return the body and the engine's requests. Raises Failure, ValidationError, InvalidArguments and others."""
         async with self._bodies.received(request) as data:
-            body = await self._reader.run(lambda: parse_body(kind, data), cost=len(data))
+            body = await self._reader.run(lambda: parse_body(kind, data, ticket.ignored), cost=len(data))
             self._check_model(body.model)
             ticket.call_id = body.request_id or ticket.call_id
             messages = await self._reader.run(lambda: requests(body, ticket.call_id), cost=len(data))
-            return body, [await self._reader.read(message) for message in messages]
+            answer = self._asked_answer(body)
+            return body, [await self._reader.read(message, answer=answer) for message in messages]
 
-    def _submit(self, asked: Sequence[GenerationRequest]) -> list[Part]:
+    def _asked_answer(self, body: Generation) -> AskedAnswer | None:
+        """Return the answer that a chat asks for; None for completions, whose text is the answer."""
+        if not isinstance(body, ChatBody):
+            return None
+        return AskedAnswer(
+            self._answers,
+            tools=body.offered_tools,
+            is_forced=body.forces_calls,
+            in_parallel=body.parallel_tool_calls is not False,
+        )
+
+    def _submit(self, asked: Sequence[GenerationRequest], answer: AskedAnswer | None) -> list[Part]:
         """Submit all requests; when one is refused, none is left in flight."""
         parts: list[Part] = []
         with ExitStack() as cleanup:
@@ -182,21 +263,49 @@ class OpenAiEndpoint:
                 first = parts[-1].choices.stop if parts else 0
                 stream = self._core.submit(each)
                 cleanup.callback(stream.cancel)
-                parts.append(Part(each, stream, first_choice=first, eos_token_ids=self._eos_token_ids))
+                new_parser = None if answer is None else self._parser_of(answer, each)
+                parts.append(
+                    Part(each, stream, first_choice=first, eos_token_ids=self._eos_token_ids, new_parser=new_parser)
+                )
             cleanup.pop_all()
         return parts
+
+    def _parser_of(self, answer: AskedAnswer, asked: GenerationRequest) -> Callable[[], AnswerParser]:
+        prompt_end = self._reader.prompt_end(asked.prompt_token_ids)
+        return lambda: answer.parser(prompt_end)
 
     def _note_end(self, finished: pb.Finished) -> None:
         if finished.index == 0 and finished.timings.HasField("first_token"):
             self._metrics.first_token.observe(finished.timings.first_token.ToTimedelta().total_seconds())
 
 
+def with_cors(application: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Return an application that pages of `origins` may call; browsers' own questions need no token."""
+    if not origins:
+        return application
+    return CORSMiddleware(
+        application,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=[REQUEST_ID_HEADER, IGNORED_HEADER, "retry-after"],
+    )
+
+
 class _Ticket(Account):
     """Account of one call, under its id. Its outcome is that of a client that went away until set."""
 
-    def __init__(self, call_id: str | None, metrics: GatewayMetrics, in_flight: InFlight) -> None:
+    def __init__(
+        self, call_id: str | None, ignored: IgnoredFields, metrics: GatewayMetrics, in_flight: InFlight
+    ) -> None:
         super().__init__(in_flight, metrics.http_calls, outcome=str(CLIENT_CLOSED))
         self.call_id = call_id or uuid.uuid4().hex
+        self.ignored = ignored
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of an answer."""
+        names = self.ignored.header()
+        return {REQUEST_ID_HEADER: self.call_id} | ({IGNORED_HEADER: names} if names else {})
 
     def failure(self, error: Exception) -> Failure:
         """Return the answer to `error`, whose status is the outcome."""
@@ -213,7 +322,7 @@ class _EventStream(StreamingResponse):
     """Response that ends its call's requests however it ends, also while a chunk is being sent."""
 
     def __init__(self, events: AsyncIterator[str], call: Call, ticket: _Ticket) -> None:
-        super().__init__(events, media_type=_EVENT_STREAM, headers=_stream_headers(ticket.call_id))
+        super().__init__(events, media_type=_EVENT_STREAM, headers=ticket.headers() | _STREAM_HEADERS)
         self._call = call
         self._ticket = ticket
 
@@ -251,11 +360,6 @@ async def _whole(request: Request, call: Call) -> Json:
 
 def _event(data: Json) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
-
-
-def _stream_headers(call_id: str) -> Mapping[str, str]:
-    # Proxies must pass pieces on as they come.
-    return {REQUEST_ID_HEADER: call_id, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def _refusal(failure: Failure) -> Response:

@@ -6,7 +6,7 @@ So bounds and defaults have one home, whichever door a request came through.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from hetero_api.v1 import inference_pb2 as pb
@@ -19,6 +19,7 @@ from hetero_gateway.server.openai.schema import (
     Message,
     ResponseFormat,
     StructuredOutputs,
+    Tool,
 )
 
 _OTHERWISE: Final = {"seed", "top_k", "max_tokens", "logprobs"}
@@ -35,15 +36,28 @@ _ANY_OBJECT: Final = '{"type": "object"}'
 def chat_requests(body: ChatBody, request_id: str) -> list[pb.GenerateRequest]:
     """Return the one request of a chat. Raises InvalidArguments, by the body's field, for values that do not fit."""
     request = _request(body, request_id=request_id)
-    request.chat.messages.extend(_message(message) for message in body.messages)
-    if body.tools and body.tool_choice != "none":
-        request.chat.tools_json = json.dumps([tool.model_dump(exclude_none=True) for tool in body.tools])
+    options = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+    tools = None if body.tool_choice == "none" else body.tools
+    request.chat.CopyFrom(chat_messages(body.messages, tools, options))
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if max_tokens is not None:
         _set(request.sampling, "max_tokens", max_tokens)
     if body.logprobs:
         _set(request.sampling, "logprobs", body.top_logprobs or 0)
     return [request]
+
+
+def chat_messages(
+    messages: Sequence[Message], tools: Sequence[Tool] | None, options: Mapping[str, Any] | None
+) -> pb.ChatMessages:
+    """Return a conversation, with the tools and the options that the template sees."""
+    return pb.ChatMessages(
+        messages=map(_message, messages),
+        tools_json=json.dumps([tool.model_dump(exclude_none=True) for tool in tools]) if tools else "",
+        template_options_json=json.dumps(options) if options else "",
+    )
 
 
 def completion_requests(body: CompletionBody, request_id: str) -> list[pb.GenerateRequest]:
@@ -141,7 +155,12 @@ def _try(name: str, assign: Callable[[], object]) -> None:
         raise InvalidArguments([Violation(name, str(error))]) from error
 
 
-_FIELD_NAMES: Final[Mapping[str, str]] = {"chat": "messages", "token_ids": "prompt", "text": "prompt"}
+_FIELD_NAMES: Final[Mapping[str, str]] = {
+    "chat": "messages",
+    "token_ids": "prompt",
+    "text": "prompt",
+    "template_options_json": "chat_template_kwargs",
+}
 
 
 def body_field(path: str) -> str:

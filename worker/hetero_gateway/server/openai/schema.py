@@ -1,21 +1,29 @@
 """Bodies of the API's calls: the fields that are served, and their types.
 
 Bounds are not checked here: a body becomes a hetero.v1.GenerateRequest, which has them (`requests.py`). Unknown fields
-are refused: to drop one silently would answer another question. Fields that only account for a request (`user`,
-`store`, ...) are accepted and ignored.
+are left out and named to the client, since clients send what other servers know; where fields are strict they are
+refused. Fields of the API that mean nothing here are left out and named in either case.
 """
 
 from __future__ import annotations
 
 from itertools import islice
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
+from urllib.parse import quote
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 from hetero_gateway.server.errors import InvalidArguments, Violation
 
 MAX_UNKNOWN: Final = 8
 """Unknown fields that are named when a body is refused."""
+MAX_IGNORED: Final = 16
+"""Fields that are named in an answer's header."""
+MAX_NAME_CHARS: Final = 64
+MEANINGLESS: Final = frozenset(
+    ("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+)
+"""Fields of the API that account for a request, and change no answer."""
 MAX_PROMPTS: Final = 64
 """Prompts in one completions call; each is a request of its own."""
 DEFAULT_COMPLETION_TOKENS: Final = 16
@@ -41,33 +49,60 @@ Mapped = Annotated[dict[str, T], BeforeValidator(_few)]
 """A map from text that is not too large."""
 
 
+class IgnoredFields:
+    """Fields of a body that are left out. `is_strict`: those that the API does not know are refused instead."""
+
+    def __init__(self, *, is_strict: bool = False) -> None:
+        self.is_strict = is_strict
+        self._names: dict[str, None] = {}
+
+    def add(self, path: str, name: str) -> None:
+        """Note a field of the object at `path`. Beyond MAX_IGNORED they are not noted."""
+        if len(self._names) < MAX_IGNORED:
+            self._names[path + quote(name[:MAX_NAME_CHARS], safe="")] = None
+
+    def header(self) -> str:
+        """Return the names, as a header can hold them; empty if there are none."""
+        return ", ".join(self._names)
+
+
 class Body(BaseModel):
-    """Strict: "1" is no number, and unknown fields are refused. Null is as good as absent."""
+    """Strict: "1" is no number. Null is as good as absent. Unknown fields are noted in the validation's context, an
+    IgnoredFields; without one they are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
+    path: ClassVar[str] = ""
+    """Path of such an object in a body."""
+
     @model_validator(mode="before")
     @classmethod
-    def _shortened(cls, data: Any) -> Any:
-        """Leave out nulls, and all but the first unknown fields: an error is made for each of them."""
+    def _known(cls, data: Any, info: ValidationInfo) -> Any:
+        """Leave out nulls and unknown fields; of those that are to be refused, leave the first."""
         if not isinstance(data, dict):
             return data
+        ignored = info.context if isinstance(info.context, IgnoredFields) else IgnoredFields(is_strict=True)
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = islice((key for key, value in data.items() if value is not None and key not in known), MAX_UNKNOWN)
-        shown = known.union(unknown)
+        unknown = [key for key, value in data.items() if value is not None and key not in known]
+        meaningless = MEANINGLESS if not cls.path else frozenset[str]()
+        refused = [key for key in unknown if key not in meaningless] if ignored.is_strict else []
+        for key in unknown:
+            if key in meaningless or not ignored.is_strict:
+                ignored.add(cls.path, key)
+        shown = known.union(refused[:MAX_UNKNOWN])
         return {key: value for key, value in data.items() if value is not None and key in shown}
 
 
 B = TypeVar("B", bound=Body)
 
 
-def parse_body(kind: type[B], data: bytes) -> B:
-    """Return the body that JSON text `data` holds.
+def parse_body(kind: type[B], data: bytes, ignored: IgnoredFields) -> B:
+    """Return the body that JSON text `data` holds; fields that are left out are noted in `ignored`.
 
     Raises InvalidArguments if it has too many parts, ValidationError if it is not as `kind` says.
     """
     _check_parts(data)
-    return kind.model_validate_json(data, strict=True)
+    return kind.model_validate_json(data, strict=True, context=ignored)
 
 
 def _check_parts(data: bytes) -> None:
@@ -89,6 +124,8 @@ def _too_many(limit: int, parts: str) -> InvalidArguments:
 class StreamOptions(Body):
     """Options of a stream beside its text."""
 
+    path = "stream_options."
+
     include_usage: bool = False
     continuous_usage_stats: bool = False
     """Usage so far in every chunk."""
@@ -96,6 +133,8 @@ class StreamOptions(Body):
 
 class JsonSchema(Body):
     """A schema with a name."""
+
+    path = "response_format.json_schema."
 
     name: str
     description: str | None = None
@@ -105,6 +144,8 @@ class JsonSchema(Body):
 
 class ResponseFormat(Body):
     """The form of the answer."""
+
+    path = "response_format."
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -118,6 +159,8 @@ class ResponseFormat(Body):
 
 class StructuredOutputs(Body):
     """Other forms, one of them; vLLM's field."""
+
+    path = "structured_outputs."
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: str | None = None
@@ -160,12 +203,6 @@ class Generation(Body):
     cache_salt: str = ""
     priority: int = 0
     request_id: str | None = None
-    user: str | None = None
-    store: bool | None = None
-    metadata: Mapped[str] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
     @model_validator(mode="after")
     def _one_form(self) -> Generation:
@@ -189,12 +226,16 @@ class Generation(Body):
 class TextPart(Body):
     """A piece of a message; other kinds (images, audio) are no text."""
 
+    path = "messages.content."
+
     type: Literal["text"]
     text: str
 
 
 class FunctionCall(Body):
     """A call that the model made."""
+
+    path = "messages.tool_calls.function."
 
     name: str
     arguments: str
@@ -203,6 +244,8 @@ class FunctionCall(Body):
 class ToolCall(Body):
     """One of an assistant's calls."""
 
+    path = "messages.tool_calls."
+
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -210,6 +253,8 @@ class ToolCall(Body):
 
 class Message(Body):
     """One message of a chat. The template of the model decides which roles it knows."""
+
+    path = "messages."
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Listed[TextPart] | None = None
@@ -224,6 +269,8 @@ class Message(Body):
 class Function(Body):
     """A function that a tool offers."""
 
+    path = "tools.function."
+
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -233,8 +280,27 @@ class Function(Body):
 class Tool(Body):
     """A tool, which the template shows to the model."""
 
+    path = "tools."
+
     type: Literal["function"]
     function: Function
+
+
+class NamedFunction(Body):
+    """The function that must be called."""
+
+    path = "tool_choice.function."
+
+    name: str
+
+
+class NamedTool(Body):
+    """The tool that must be called."""
+
+    path = "tool_choice."
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatBody(Generation):
@@ -246,16 +312,52 @@ class ChatBody(Generation):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Listed[Tool] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    """The model's text is answered as it is: nothing is parsed, nothing is forced."""
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    """A variable of templates that know it."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the model's template; vLLM's field."""
     add_generation_prompt: Literal[True] = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _functions(cls, data: Any, info: ValidationInfo) -> Any:
+        """Leave out tools that are no functions, e.g. a search that only one server has."""
+        tools = data.get("tools") if isinstance(data, dict) else None
+        if not isinstance(tools, list) or not isinstance(info.context, IgnoredFields) or info.context.is_strict:
+            return data
+        kinds = [each.get("type") if isinstance(each, dict) else None for each in tools]
+        others = {kind for kind in kinds if isinstance(kind, str) and kind != "function"}
+        for kind in islice(sorted(others), MAX_IGNORED):
+            info.context.add("tools.type=", kind)
+        return {**data, "tools": [tool for tool, kind in zip(tools, kinds, strict=True) if kind not in others]}
 
     @model_validator(mode="after")
     def _fits(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs goes with logprobs: true, and only with it")
+        if self.forces_calls and (self.response_format is not None or self.structured_outputs is not None):
+            raise ValueError("tool_choice forces a call, which excludes response_format and structured_outputs")
+        if self.forces_calls and not self.offered_tools:
+            raise ValueError("tool_choice forces a call of a tool that is not among tools")
         return self
+
+    @property
+    def forces_calls(self) -> bool:
+        """Whether the answer must call a tool."""
+        return self.tool_choice not in (None, "none", "auto")
+
+    @property
+    def offered_tools(self) -> dict[str, Any]:
+        """Return the schemas of the parameters of functions that may be called, by name."""
+        if self.tool_choice == "none":
+            return {}
+        functions = {tool.function.name: tool.function.parameters or {} for tool in self.tools or ()}
+        if not isinstance(self.tool_choice, NamedTool):
+            return functions
+        name = self.tool_choice.function.name
+        return {name: functions[name]} if name in functions else {}
 
 
 class CompletionBody(Generation):

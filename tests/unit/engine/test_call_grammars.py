@@ -1,0 +1,139 @@
+"""Forced calls: what their grammars allow is what the parser reads, and nothing else is allowed."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from hetero_gateway.engine.request import Constraint, ConstraintKind
+from hetero_gateway.engine.text.answer_formats import FORMATS, THINK, AnswerFormat
+from hetero_gateway.engine.text.answer_parser import AnswerParser
+from hetero_gateway.engine.text.call_grammars import behind_thought, forced_calls
+from hetero_gateway.engine.text.constraints import _grammar
+from tests.unit.engine.family_answers import meaning_of
+
+pytestmark = pytest.mark.unit
+
+LOOK = {
+    "type": "object",
+    "properties": {
+        "kind": {"type": "string", "enum": ["a", "b"], "description": "x" * 100_000},
+        "at": {"$ref": "#/$defs/place"},
+        "deep": {"type": "boolean"},
+    },
+    "required": ["kind", "at"],
+    "additionalProperties": False,
+    "$defs": {"place": {"type": "integer", "minimum": 0, "maximum": 9}},
+}
+STOP: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS = {"look": LOOK, "stop": STOP}
+FREE = {"say": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}}
+TOKENIZER = LLTokenizer("byte")
+END = 256
+
+
+def matcher(grammar: str) -> LLMatcher:
+    made = LLMatcher(TOKENIZER, grammar, log_level=0)
+    assert not made.is_error(), made.get_error()
+    return made
+
+
+def allows(grammar: str, text: str) -> bool:
+    """Whether `text` is all that the grammar wants."""
+    made = matcher(grammar)
+    return all(made.consume_token(byte) for byte in text.encode()) and made.is_accepting()
+
+
+def drawn(grammar: str, seed: int) -> str:
+    """A text that the grammar allows."""
+    made, chance, text = matcher(grammar), random.Random(seed), bytearray()
+    while len(text) < 2000:
+        mask = made.compute_bitmask()
+        allowed = [byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1]
+        if made.is_accepting() and (not allowed or chance.random() < 0.2):
+            return text.decode()
+        printable = [byte for byte in allowed if 32 <= byte < 127 or byte == 10]
+        text.append(chance.choice(printable or allowed))
+        assert made.consume_token(text[-1])
+    raise AssertionError(f"no end: {text[-200:]!r}")
+
+
+def written(family: str, tools: dict[str, Any] = TOOLS, **options: Any) -> str:
+    form = AnswerFormat(FORMATS[family], options.pop("thought", None))
+    assert form.calls is not None
+    return forced_calls(form, form.calls, tools, **({"is_thinking": False, "in_parallel": True} | options)).text
+
+
+@pytest.mark.parametrize("family", [family for family in FORMATS if family != "GptOss"])
+@pytest.mark.parametrize("seed", range(3))
+def test_all_that_the_grammar_allows_are_calls(family: str, seed: int) -> None:
+    text = drawn(written(family), seed)
+    parser = AnswerParser(AnswerFormat(FORMATS[family], None), tools=TOOLS)
+    reasoning, content, calls = meaning_of(parser.push(text) + parser.finish())
+    assert (reasoning, content) == ("", "")
+    assert calls
+    for name, arguments in calls:
+        assert {*TOOLS[name].get("required", ())} <= {*arguments}, text
+        assert arguments.get("kind", "a") in ("a", "b")
+        assert arguments.get("at", 0) in range(10)
+
+
+def test_a_call_of_gpt_oss_has_its_frame() -> None:
+    text = "<|channel|>commentary to=functions.stop <|constrain|>json<|message|>{}"
+    assert allows(written("GptOss"), text)
+    assert allows(written("GptOss"), f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{text}")
+    marks = {"<|channel|>": 7, "<|message|>": 8}
+    form = AnswerFormat(FORMATS["GptOss"], None, marks)
+    assert form.calls is not None
+    grammar = forced_calls(form, form.calls, {"stop": STOP}, is_thinking=False, in_parallel=False).text
+    assert '<[7]> "commentary to=functions.stop <|constrain|>json" <[8]>' in grammar
+
+
+def test_only_one_call_where_calls_do_not_go_in_parallel() -> None:
+    one = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
+    assert allows(written("Hermes"), f"{one}\n{one}")
+    assert allows(written("Hermes", in_parallel=False), one)
+    assert not allows(written("Hermes", in_parallel=False), f"{one}\n{one}")
+
+
+def test_text_is_free_up_to_its_closing_tag() -> None:
+    text = "<tool_call>\n<function=say>\n<parameter=text>\na <b>\n</c>\n</parameter>\n</function>\n</tool_call>"
+    assert allows(written("Qwen3Coder", FREE), text)
+
+
+@pytest.mark.parametrize(
+    ("is_thinking", "thought"), [(True, "Hm {\n</think>\n\n"), (False, "<think>Hm</think>"), (False, "")]
+)
+def test_a_model_may_think_before_it_calls(is_thinking: bool, thought: str) -> None:
+    grammar = written("Hermes", thought=THINK, is_thinking=is_thinking)
+    assert allows(grammar, thought + '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>')
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "integer"}'), "12"),
+        (Constraint(ConstraintKind.REGEX, "[ab]/c"), "a/c"),
+        (Constraint(ConstraintKind.GRAMMAR, 'start: "x" Y\nY: /y+/'), "xyy"),
+        (Constraint(ConstraintKind.CHOICE, "", ("one", "two")), "two"),
+    ],
+)
+def test_any_form_comes_behind_a_thought(form: Constraint, text: str) -> None:
+    grammar = _grammar(behind_thought(AnswerFormat(None, THINK), form), "field")
+    assert allows(grammar, f"Hm 7</think>\n{text}")
+    assert not allows(grammar, text)
+
+
+def test_white_space_of_json_is_bounded() -> None:
+    schema = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})
+    grammar = _grammar(Constraint(ConstraintKind.JSON_SCHEMA, schema), "field")
+    assert allows(grammar, '{\n    "a": 1\n}')
+    assert allows(grammar, "{" + " " * 40 + "}")
+    assert not allows(grammar, "{\n\n}")
+    assert not allows(grammar, "{" + " " * 41 + "}")
+    own = json.dumps({**json.loads(schema), "x-guidance": {"whitespace_pattern": "[ \\n]{1,90}"}})
+    assert allows(_grammar(Constraint(ConstraintKind.JSON_SCHEMA, own), "field"), "{" + "\n" * 90 + "}")
