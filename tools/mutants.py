@@ -79,6 +79,13 @@ MUTANTS: Final = (
         ("tests/unit/worker_rank/test_tcp_connecting.py",),
     ),
     Mutant(
+        "group: ranks with other weights form a group",
+        "worker/hetero_gateway/group/roster.py",
+        "if here.get(name) != there.get(name))",
+        "if (name in here) != (name in there))",
+        ("tests/unit/group/test_joining.py",),
+    ),
+    Mutant(
         "block pool: tenants share their prefix cache",
         "worker/hetero_gateway/engine/block_pool.py",
         'hashlib.sha256(b"hetero-kv-root\\0" + cache_salt.encode())',

@@ -12,7 +12,7 @@ HeteroError (hetero_api)
     ├── ProtocolError          the gateway sent something that does not fit the rank's state
     ├── MemoryBudgetError      weights or cache do not fit the rank's memory
     ├── CommandRefused         a command does not fit what the rank holds
-    ├── WeightsChangedError    weights that were read again after sleep are not those that went to sleep
+    ├── WeightsChangedError    files are not those that the rank joined with, or went to sleep with
     └── WeightsDamagedError    weights in memory are not those that went to sleep
 """
 
@@ -70,7 +70,7 @@ class CommandRefused(WorkerError):
 
 
 class WeightsChangedError(WorkerError):
-    """The model's files are not what they were when the rank went to sleep."""
+    """The model's files are not what they were when the rank joined its group, or went to sleep."""
 
 
 class WeightsDamagedError(WorkerError):

@@ -512,6 +512,8 @@ class Hello(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    MODEL_REVISION_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Name of the pool in the resource."""
     ordinal: _builtins.int
@@ -530,6 +532,10 @@ class Hello(_message.Message):
     """HeteroInference version of the worker; must equal the gateway's."""
     model_fingerprint: _builtins.str
     """sha256 of the model directory's config.json, hex; must be the same on every rank and the gateway."""
+    model_revision: _builtins.str
+    """Commit that the Hub resolved, or the checksum of a converted model's source; empty where it is not known. Ranks
+    that know theirs must have the same.
+    """
     @_builtins.property
     def device(self) -> Global___DeviceReport:
         """What it computes on."""
@@ -537,6 +543,10 @@ class Hello(_message.Message):
     @_builtins.property
     def held(self) -> Global___HeldShard:
         """What it holds in memory from earlier epochs, maybe another gateway's; absent: nothing."""
+
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___FileDigest]:
+        """The files that the held weights were read from, or that weights will be; must be the same on every rank."""
 
     def __init__(
         self,
@@ -552,14 +562,42 @@ class Hello(_message.Message):
         version: _builtins.str = ...,
         model_fingerprint: _builtins.str = ...,
         held: Global___HeldShard | None = ...,
+        files: _abc.Iterable[Global___FileDigest] | None = ...,
+        model_revision: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "held", b"held"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "held", b"held", "host_id", b"host_id", "instance_id", b"instance_id", "local_rank", b"local_rank", "model_fingerprint", b"model_fingerprint", "ordinal", b"ordinal", "pod_name", b"pod_name", "pool", b"pool", "store_address", b"store_address", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "files", b"files", "held", b"held", "host_id", b"host_id", "instance_id", b"instance_id", "local_rank", b"local_rank", "model_fingerprint", b"model_fingerprint", "model_revision", b"model_revision", "ordinal", b"ordinal", "pod_name", b"pod_name", "pool", b"pool", "store_address", b"store_address", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class FileDigest(_message.Message):
+    """A file of the model directory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    digest: _builtins.bytes
+    """sha256 of all of its bytes; of a file of weights, of its size, header and sampled blocks."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FileDigest: _TypeAlias = FileDigest  # noqa: Y015
 
 @_typing.final
 class HeldShard(_message.Message):

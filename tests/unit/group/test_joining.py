@@ -36,6 +36,67 @@ async def test_a_rank_that_does_not_fit_is_refused_with_the_reason(changes: dict
         assert words in bench.topology.reason
 
 
+FILES = (("config.json", b"c"), ("model.safetensors", b"w"))
+
+
+def weights(*files: tuple[str, bytes], revision: str = "") -> dict[str, Any]:
+    """What Hello says of the files that weights are read from."""
+    return {
+        "files": [ranks_pb2.FileDigest(name=name, digest=digest) for name, digest in files],
+        "model_revision": revision,
+    }
+
+
+DIFFERENT = {
+    "other weights": (weights(FILES[0], ("model.safetensors", b"v")), "model.safetensors differs"),
+    "a file less": (weights(FILES[0]), "model.safetensors differs"),
+    "another format": (weights(("m.gguf", b"w")), "config.json, m.gguf, model.safetensors differ"),
+    "many files": (weights(*((f"{n}.safetensors", b"w") for n in range(3))), "0.safetensors, 1.safetensors, 2.s"),
+    "another commit": (weights(*FILES, revision="b"), "revision b is not a"),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+async def test_a_rank_with_other_weights_is_refused_and_both_ranks_and_the_file_are_named(case: str) -> None:
+    others, words = DIFFERENT[case]
+    async with GroupBench() as bench:
+        first, second = ScriptedRank(bench.group, 0), ScriptedRank(bench.group, 1)
+        first.join(**weights(*FILES, revision="a"))
+        second.join(**others)
+        closing = await second.expect_end()
+        assert closing.end is LinkEnd.REFUSED
+        assert f"the weights of rank 1 (pod-1) are not those of rank 0 (pod-0): {words}" in closing.reason
+        assert closing.reason in bench.topology.reason
+        ScriptedRank(bench.group, 1, instance="mended").join(**weights(*FILES, revision="a"))
+        assert (await first.expect("form_group")).rank == 0
+
+
+@pytest.mark.parametrize(
+    "known", [weights(*FILES, revision="a"), weights(*FILES), weights()], ids=["all", "no revision", "none"]
+)
+async def test_ranks_with_the_same_weights_form_a_group_and_so_do_those_that_cannot_tell(known: dict[str, Any]) -> None:
+    async with GroupBench() as bench:
+        first, second = ScriptedRank(bench.group, 0), ScriptedRank(bench.group, 1)
+        first.join(**weights(*FILES, revision="a"))
+        second.join(**known)
+        assert (await second.expect("form_group")).rank == 1
+
+
+async def test_a_rank_whose_weights_changed_between_two_epochs_is_refused() -> None:
+    async with GroupBench() as bench:
+        first, second = ScriptedRank(bench.group, 0), ScriptedRank(bench.group, 1)
+        for rank in (first, second):
+            rank.join(**weights(*FILES))
+        for rank in (first, second):
+            await rank.expect("form_group")
+        second.say(1, failure=ranks_pb2.Failure(message="out of luck"))
+        for rank in (first, second):
+            await rank.expect("abort")
+        first.join(**weights(*FILES))
+        second.join(**weights(FILES[0], ("model.safetensors", b"v")))
+        assert "rank 0 (pod-0): model.safetensors differs" in (await second.expect_end()).reason
+
+
 async def test_a_place_that_is_taken_is_refused_and_its_holder_stays() -> None:
     async with GroupBench() as bench:
         holder, other = ScriptedRank(bench.group, 0), ScriptedRank(bench.group, 0, instance="other")

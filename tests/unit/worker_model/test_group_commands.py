@@ -7,6 +7,7 @@ import json
 import re
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from hetero_api.errors import ModelError
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.checkpoints.sampled_digests import sampled_digests
 from hetero_worker.errors import CacheLostError, ProtocolError, WeightsChangedError, WeightsDamagedError
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.model_state import ServingCache, make_cache
@@ -279,6 +281,33 @@ def test_other_weights_in_the_files_are_found_on_waking(checkpoint: TinyCheckpoi
     save_tiny("qwen3", checkpoint.directory, seed=1)
     with pytest.raises(WeightsChangedError, match="not those that went to sleep"):
         order(builder, wake())
+
+
+def test_weights_that_differ_among_ranks_replace_none(checkpoint: TinyCheckpoint, tmp_path: Path) -> None:
+    group = RankGroup(checkpoint.directory, THREE_RANKS, num_blocks=BLOCKS, block_size=BLOCK_SIZE)
+    builder = PlanBuilder(group)
+    before = complete(builder)
+    state = group.runners[1]._model_state
+    assert state.shard is not None
+    other = save_tiny("qwen3", tmp_path, seed=1).directory
+    state.shard = replace(state.shard, request=replace(state.shard.request, directory=other))
+    reports = order(builder, UPDATE)
+    assert not any(report.done for report in reports)
+    assert all("weights of ranks 1 are not those of rank 0" in report.problem for report in reports)
+    assert "model.safetensors" in reports[0].problem
+    assert_same_bits(before, complete(builder))
+
+
+def test_files_that_changed_since_the_rank_joined_are_not_loaded(checkpoint: TinyCheckpoint) -> None:
+    group = RankGroup(checkpoint.directory, ONE_RANK, num_blocks=BLOCKS, block_size=BLOCK_SIZE)
+    (runner,) = group.runners
+    request = runner.held
+    assert request is not None
+    named = replace(request, files=sampled_digests(checkpoint.directory), dtype="bfloat16")
+    assert runner.load(named).load_s > 0
+    save_tiny("qwen3", checkpoint.directory, seed=1)
+    with pytest.raises(WeightsChangedError, match=r"model\.safetensors changed since this rank joined"):
+        runner.load(replace(named, dtype="float32"))
 
 
 def test_weights_are_replaced_while_the_cache_stays(group: RankGroup, checkpoint: TinyCheckpoint) -> None:

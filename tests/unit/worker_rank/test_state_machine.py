@@ -931,6 +931,43 @@ def test_hello_tells_what_is_held_and_by_which_plan_key(tmp_path: Path) -> None:
     assert (second.held.plan_key, second.held.rank) == ("of this model", 0)
 
 
+def test_hello_names_the_files_that_the_weights_were_read_from(tmp_path: Path) -> None:
+    """Not those that lie there by then."""
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"the first")
+    with joined(tmp_path, form=forming(LocalExchange(), LocalExchange())) as (gateway, rank):
+        first = gateway.expect("hello").hello
+        gateway.tell(1, abort=ranks_pb2.Abort(reason="not yet"))
+        weights.write_bytes(b"the second")
+        second = gateway.expect("hello").hello
+        gateway.tell(2, form_group=form_message())
+        gateway.expect("formed")
+        load(gateway, 2)
+        weights.write_bytes(b"the third")
+        gateway.tell(2, abort=ranks_pb2.Abort(reason="a peer is gone"))
+        third = gateway.expect("hello").hello
+        shut_down(gateway, 2, rank)
+
+    assert [file.name for file in first.files] == ["model.safetensors"]
+    assert first.files != second.files
+    assert third.files == second.files
+    assert rank.runner.requests[0].files == {file.name: file.digest for file in second.files}
+
+
+def test_files_that_cannot_be_read_are_reported_when_they_are_to_be_loaded(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "lost.safetensors"}}')
+    with joined(tmp_path) as (gateway, rank):
+        assert not gateway.expect("hello").hello.files
+        gateway.tell(1, form_group=form_message())
+        gateway.expect("formed")
+        gateway.tell(1, load_model=load_message())
+        failure = gateway.expect("failure").failure
+        assert rank.exit_code() == EXIT_PERMANENT
+
+    assert failure.permanent
+    assert "names lost.safetensors, which is not in the directory" in failure.message
+
+
 def test_formed_tells_the_exchange_why_and_what_it_takes_if_asked(tmp_path: Path) -> None:
     with joined(tmp_path, form=forming(LocalExchange(), LocalExchange())) as (gateway, rank):
         gateway.expect("hello")

@@ -12,10 +12,13 @@ import asyncio
 import enum
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.group.errors import RankMisbehaved, RankRefused
 from hetero_gateway.group.settings import ExpectedPlace
+
+_NAMED_FILES: Final = 3
 
 
 class LinkEnd(enum.Enum):
@@ -107,7 +110,7 @@ class Member:
 
 
 class Roster:
-    """Members of a group by rank. Only ranks of this version, with this model, are admitted."""
+    """Members of a group by rank. Only ranks of this version, with this model and the same weights, are admitted."""
 
     def __init__(self, places: Sequence[ExpectedPlace], *, version: str, model_fingerprint: str) -> None:
         self.places = tuple(places)
@@ -145,6 +148,7 @@ class Roster:
             return self._admit_again(known, hello)
         self._check_program(hello)
         place = self._place_of(hello)
+        self._check_weights(place, hello)
         holder = self._members.get(place.rank)
         if holder is not None and holder.state is not MemberState.LEAVING:
             raise RankRefused(f"the place of {place} is taken by {holder.hello.pod_name!r}, which is connected")
@@ -185,6 +189,7 @@ class Roster:
             before.pool, before.ordinal, before.local_rank, before.instance_id,
         ):  # fmt: skip
             raise RankMisbehaved(f"{member} said Hello as another rank on the same stream")
+        self._check_weights(member.place, hello)
         member.hello, member.state = hello, MemberState.JOINED
         return member
 
@@ -202,6 +207,21 @@ class Roster:
         if not hello.instance_id:
             raise RankRefused("instance_id: is empty; a rank tells its process from an earlier one by it")
 
+    def _check_weights(self, place: ExpectedPlace, hello: ranks_pb2.Hello) -> None:
+        """Raise RankRefused if the rank would compute with other weights than those that are there.
+
+        A rank that cannot read its files names none: it joins, and reports why when it is to load them.
+        """
+        for other in self.members:
+            if other.rank == place.rank or other.state is MemberState.LEAVING:
+                continue
+            if difference := _difference(hello, other.hello):
+                raise RankRefused(
+                    f"model: the weights of rank {place.rank} ({hello.pod_name}) are not those of {other}: "
+                    f"{difference}; give all ranks the same model and revision (spec.model.revision), and restart "
+                    "those that hold others"
+                )
+
     def _place_of(self, hello: ranks_pb2.Hello) -> ExpectedPlace:
         asked = (hello.pool, hello.ordinal, hello.local_rank)
         for place in self.places:
@@ -212,3 +232,16 @@ class Roster:
             f"pool, ordinal, local_rank: {asked} is no place of this group; it has {len(self.places)} ranks in the "
             f"pools {pools} (spec.pools)"
         )
+
+
+def _difference(ours: ranks_pb2.Hello, theirs: ranks_pb2.Hello) -> str:
+    """Return what differs in the files that two ranks read weights from; empty if nothing does."""
+    here, there = ({file.name: file.digest for file in hello.files} for hello in (ours, theirs))
+    if not (here and there):
+        return ""
+    names = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+    if names:
+        more = f" and {len(names) - _NAMED_FILES} more" if len(names) > _NAMED_FILES else ""
+        return f"{', '.join(names[:_NAMED_FILES])}{more} differ" if len(names) > 1 else f"{names[0]} differs"
+    revisions = ours.model_revision, theirs.model_revision
+    return f"revision {revisions[0]} is not {revisions[1]}" if all(revisions) and len(set(revisions)) > 1 else ""

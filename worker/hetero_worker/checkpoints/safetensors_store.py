@@ -29,7 +29,7 @@ _DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
 }  # fmt: skip
-_LENGTH_BYTES: Final = 8
+LENGTH_BYTES: Final = 8
 """Size of the header's length, with which a file begins."""
 _METADATA: Final = "__metadata__"
 _MAX_NAME: Final = 255
@@ -152,26 +152,10 @@ class SafetensorsStore(WeightStore):
     def _locate(self) -> dict[str, str]:
         """Return the file of each tensor."""
         if (self.directory / INDEX_FILE).is_file():
-            return self._read_index(self.directory / INDEX_FILE)
+            return _read_index(self.directory / INDEX_FILE)
         if (self.directory / SINGLE_FILE).is_file():
             return dict.fromkeys(self._open(SINGLE_FILE).tensors, SINGLE_FILE)
         raise self._no_weights()
-
-    def _read_index(self, path: Path) -> dict[str, str]:
-        try:
-            weight_map = parse_json(read_model_file(path, max_bytes=MAX_INDEX_BYTES), path)["weight_map"]
-        except (OSError, KeyError, TypeError) as error:
-            raise ModelError(f"{path}: cannot be read as a safetensors index: {error!r}; fetch it again") from error
-        if not isinstance(weight_map, Mapping):
-            raise ModelError(f"{path}: weight_map must map tensors to files; fetch it again")
-        for file in sorted({str(file) for file in weight_map.values()}):
-            if Path(file).name != file or not file.endswith(".safetensors"):
-                raise ModelError(f"{path}: names {file!r}, which is no .safetensors file of the same directory")
-            if len(file) > _MAX_NAME or not (self.directory / file).is_file():
-                raise ModelError(
-                    f"{path}: names {file[:_MAX_NAME]}, which is not in the directory; fetch the missing file"
-                )
-        return {str(tensor): str(file) for tensor, file in weight_map.items()}
 
     def _no_weights(self) -> ModelError:
         looked_for = f"no weights: looked for {SINGLE_FILE}, {INDEX_FILE} and a .gguf file"
@@ -207,19 +191,46 @@ class SafetensorsStore(WeightStore):
         return self._files[file]
 
 
+def safetensors_files(directory: Path) -> list[Path]:
+    """Return the files that hold a directory's tensors, by name; none where there are no such files.
+
+    Raises ModelError for an index that cannot be read, or that names a file which is not there.
+    """
+    index, single = directory / INDEX_FILE, directory / SINGLE_FILE
+    if index.is_file():
+        return [directory / name for name in sorted(set(_read_index(index).values()))]
+    return [single] if single.is_file() else []
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Return the file of each tensor, all of which are there. Raises ModelError."""
+    try:
+        weight_map = parse_json(read_model_file(path, max_bytes=MAX_INDEX_BYTES), path)["weight_map"]
+    except (OSError, KeyError, TypeError) as error:
+        raise ModelError(f"{path}: cannot be read as a safetensors index: {error!r}; fetch it again") from error
+    if not isinstance(weight_map, Mapping):
+        raise ModelError(f"{path}: weight_map must map tensors to files; fetch it again")
+    for file in sorted({str(file) for file in weight_map.values()}):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise ModelError(f"{path}: names {file!r}, which is no .safetensors file of the same directory")
+        if len(file) > _MAX_NAME or not (path.parent / file).is_file():
+            raise ModelError(f"{path}: names {file[:_MAX_NAME]}, which is not in the directory; fetch the missing file")
+    return {str(tensor): str(file) for tensor, file in weight_map.items()}
+
+
 def _check_header_length(path: Path) -> None:
     """Raise ValueError if the header is too long to be parsed, OSError if it cannot be read."""
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     if length > MAX_HEADER_BYTES:
         raise ValueError(f"its header has {length} bytes, more than {MAX_HEADER_BYTES}")
 
 
 def _header_of(file: MappedFile) -> dict[str, _Stored]:
     """Read the tensors of a file that was checked."""
-    length = int.from_bytes(file.bytes[:_LENGTH_BYTES].numpy().tobytes(), "little")
-    begin = _LENGTH_BYTES + length
-    header = json.loads(file.bytes[_LENGTH_BYTES:begin].numpy().tobytes())
+    length = int.from_bytes(file.bytes[:LENGTH_BYTES].numpy().tobytes(), "little")
+    begin = LENGTH_BYTES + length
+    header = json.loads(file.bytes[LENGTH_BYTES:begin].numpy().tobytes())
     header.pop(_METADATA, None)
     return {
         name: _Stored(entry["dtype"], tuple(entry["shape"]), *(begin + offset for offset in entry["data_offsets"]))

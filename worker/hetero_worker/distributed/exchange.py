@@ -355,7 +355,12 @@ class Arrived:
 
 def all_can(exchange: Exchange, can: bool) -> bool:
     """Return whether every rank of the group can. One round of all ranks. Raises ExchangeError."""
+    return all(all_votes(exchange, int(can)))
+
+
+def all_votes(exchange: Exchange, vote: int) -> list[int]:
+    """Return a number of 63 bits of each rank of the group. One round of all ranks. Raises ExchangeError."""
     if exchange.world_size == 1:
-        return can
-    votes = exchange.all_gather(torch.tensor([can], dtype=torch.int64), [1] * exchange.world_size)
-    return all(bool(vote.item()) for vote in votes)
+        return [vote]
+    votes = exchange.all_gather(torch.tensor([vote], dtype=torch.int64), [1] * exchange.world_size)
+    return [int(one.item()) for one in votes]

@@ -6,7 +6,7 @@ Messages that do not fit together raise a ProtocolError that names the field.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -17,6 +17,7 @@ from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.backends.base import DeviceBackend
 from hetero_worker.checkpoints.checkpoint import Checkpoint
+from hetero_worker.checkpoints.sampled_digests import resolved_revision
 from hetero_worker.distributed.rendezvous import GroupRequest
 from hetero_worker.errors import ProtocolError
 from hetero_worker.host.pinning import PinningReport
@@ -32,7 +33,7 @@ class RankIdentity:
     """Facts about a rank that stay the same over its epochs."""
 
     hello: ranks_pb2.Hello
-    """Hello without store_address and held, which differ for every epoch."""
+    """Hello without store_address, held and files, which may differ for every epoch."""
     model_dir: Path
     model_config: ModelConfig
     memory_bytes: int
@@ -77,7 +78,7 @@ def report_pinning(device: ranks_pb2.DeviceReport, pinning: PinningReport) -> No
 
 
 def make_hello(config: RankConfig, device: ranks_pb2.DeviceReport) -> ranks_pb2.Hello:
-    """Return this process's Hello without store_address. Raises ModelError when there is no config.json."""
+    """Return this process's Hello without what differs for every epoch. Raises ModelError without config.json."""
     return ranks_pb2.Hello(
         pool=config.pool,
         ordinal=config.ordinal,
@@ -88,7 +89,13 @@ def make_hello(config: RankConfig, device: ranks_pb2.DeviceReport) -> ranks_pb2.
         device=device,
         version=VERSION,
         model_fingerprint=model_fingerprint(config.model_dir),
+        model_revision=resolved_revision(config.model_dir),
     )
+
+
+def file_digests(files: Mapping[str, bytes]) -> list[ranks_pb2.FileDigest]:
+    """Return Hello.files."""
+    return [ranks_pb2.FileDigest(name=name, digest=digest) for name, digest in files.items()]
 
 
 def group_request(identity: RankIdentity, message: ranks_pb2.FormGroup, *, epoch: int) -> GroupRequest:
@@ -138,9 +145,17 @@ def num_gpu_ranks(message: ranks_pb2.FormGroup) -> int:
 
 
 def load_request(
-    identity: RankIdentity, form: ranks_pb2.FormGroup, order: ranks_pb2.LoadModel, *, rank: int
+    identity: RankIdentity,
+    form: ranks_pb2.FormGroup,
+    order: ranks_pb2.LoadModel,
+    *,
+    rank: int,
+    files: Mapping[str, bytes],
 ) -> LoadRequest:
-    """Return the request for this rank's weights. Raises ProtocolError for a plan with another number of ranks."""
+    """Return the request for this rank's weights, out of the `files` that it named in Hello.
+
+    Raises ProtocolError for a plan with another number of ranks.
+    """
     plan = ShardPlan.from_proto(order.shard_plan)
     if plan.world_size != len(form.places):
         raise ProtocolError(
@@ -148,6 +163,7 @@ def load_request(
         )
     return LoadRequest(
         directory=identity.model_dir,
+        files=files,
         config=quantized_config(identity.model_config, order),
         dtype=order.dtype,
         kv_cache_dtype=order.kv_cache_dtype,

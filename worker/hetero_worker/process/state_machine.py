@@ -23,8 +23,9 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Final, Protocol
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT
@@ -32,6 +33,7 @@ from hetero_api.errors import HeteroError, ModelError, PlanError
 from hetero_api.host.heartbeat import Heartbeat, RankState
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.checkpoints.sampled_digests import sampled_digests
 from hetero_worker.distributed.coordinator import GroupCoordinator
 from hetero_worker.distributed.rendezvous import GroupRequest, StoreListener
 from hetero_worker.errors import (
@@ -46,7 +48,14 @@ from hetero_worker.host.binding import Binding, Unbound
 from hetero_worker.probe.speeds import RankProbe
 from hetero_worker.process.epoch_fence import EpochFence
 from hetero_worker.process.gateway_link import Arrival, Event, GatewayLink, LeaveRequested, StreamEnded
-from hetero_worker.process.messages import RankIdentity, group_request, load_request, quantized_config, report_pinning
+from hetero_worker.process.messages import (
+    RankIdentity,
+    file_digests,
+    group_request,
+    load_request,
+    quantized_config,
+    report_pinning,
+)
 from hetero_worker.process.step_loop import StepLoop
 from hetero_worker.runners.base import Runner
 
@@ -115,6 +124,10 @@ class WorkerStateMachine:
         self._plans = StepLoop(runner, link, self._heartbeat)
         self._group: GroupCoordinator | None = None
         self._form_message: ranks_pb2.FormGroup | None = None
+        self._files: Mapping[str, bytes] = {}
+        """Digests that the last Hello had."""
+        self._unreadable: ModelError | None = None
+        """Problem of the files that the last Hello could not name, for the load to report."""
         self._orders: dict[str | None, tuple[RankState, Callable[[Arrival], None]]] = {
             "step_plan": (RankState.SERVING, self._plans.take),
             "form_group": (RankState.JOINING, self._join_group),
@@ -206,7 +219,10 @@ class WorkerStateMachine:
         if (pinning := self._binding.recheck()) is not None:
             report_pinning(hello.device, pinning)
         hello.store_address = self._listener.open()
-        if (held := self._runner.held) is not None:
+        held = self._runner.held
+        self._files, self._unreadable = (held.files, None) if held else _read_files(self._identity.model_dir)
+        hello.files.extend(file_digests(self._files))
+        if held is not None:
             shard = ranks_pb2.HeldShard(shard_plan=held.shard_plan.to_proto(), plan_key=held.plan_key, rank=held.rank)
             hello.held.CopyFrom(shard)
         self._link.send(ranks_pb2.RankMessage(hello=hello))
@@ -348,8 +364,10 @@ class WorkerStateMachine:
         form, group = self._form_message, self._group
         if form is None or group is None:
             raise ProtocolError("the gateway sent load_model before form_group")
+        if self._unreadable is not None:
+            raise self._unreadable
         order = arrival.message.load_model
-        request = load_request(self._identity, form, order, rank=self._rank)
+        request = load_request(self._identity, form, order, rank=self._rank, files=self._files)
         with self._binding.communicating():
             exchange = group.connect(request.shard_plan, batch_invariant=request.batch_invariant)
         self._runner.attach(exchange)
@@ -366,6 +384,14 @@ class WorkerStateMachine:
         kv_bytes = self._runner.allocate(order.num_blocks, order.block_size, order.num_snapshots)
         self._enter(RankState.SERVING)
         self._send(ranks_pb2.RankMessage(allocated=ranks_pb2.Allocated(kv_bytes=kv_bytes)))
+
+
+def _read_files(directory: Path) -> tuple[Mapping[str, bytes], ModelError | None]:
+    """Return the digests of the model's files, or none and the reason why they cannot be read."""
+    try:
+        return sampled_digests(directory), None
+    except ModelError as error:
+        return {}, error
 
 
 def _limit_within(form: ranks_pb2.FormGroup) -> float:

@@ -23,7 +23,7 @@ ProtocolError (a plan or an order that does not fit the state), ExchangeError (a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -69,6 +69,8 @@ class LoadRequest:
     """True if a sequence's numbers must not depend on the rest of its batch, to the last bit."""
     async_steps: bool = True
     """True if a step may begin before the one before is finished, where a rank can do that."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Digests of the files that this rank said it has, by name: the weights must be read from these. Empty: any."""
     num_gpu_ranks: int | None = None
     """Ranks [0, num_gpu_ranks) compute on GPUs, the others on host cores; None: all are of one kind."""
 

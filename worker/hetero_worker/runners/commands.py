@@ -18,15 +18,17 @@ from sleep different from how they went raise an error instead, which ends the e
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from hetero_api.errors import HeteroError, ModelError
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.distributed.exchange import Exchange, all_can
+from hetero_worker.checkpoints.sampled_digests import sampled_digests
+from hetero_worker.distributed.exchange import Exchange, all_can, all_votes
 from hetero_worker.errors import (
     CacheLostError,
     CommandRefused,
@@ -73,6 +75,8 @@ class _Prepared:
     commit: Callable[[], _Outcome]
     discard: Callable[[], None] = lambda: None
     attempt: Callable[[], None] | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Digests of the files that weights are to be read from, which must be the same on all ranks."""
     undo: Callable[[], None] = lambda: None
 
 
@@ -107,10 +111,13 @@ class GroupCommands:
             problem = _problem_of(command, error)
         done = False
         try:
-            done = all_can(exchange, prepared is not None)
+            votes = all_votes(exchange, 0 if prepared is None else _vote_of(prepared.files))
+            done = 0 not in votes and len(set(votes)) == 1
         finally:
             if prepared is not None and not done:
                 prepared.discard()
+        if prepared is not None and not done and 0 not in votes:
+            problem = _disagreement(votes, prepared.files)
         if prepared is not None and done and prepared.attempt is not None:
             problem = self._attempt(command, prepared.attempt)
             done = all_can(exchange, not problem)
@@ -206,13 +213,13 @@ class GroupCommands:
             raise CommandRefused("weights cannot be updated before there is a KV cache")
         with shard.request.open_weights(shard.request.directory):
             pass  # raises ModelError unless the files are there and can be read
-        read_for, kernel = shard.request, shard.kernel
+        read_for, kernel = replace(shard.request, files=sampled_digests(shard.request.directory)), shard.kernel
 
         def commit() -> _Outcome:
             self._update_weights(read_for, kernel)
             return _Outcome()
 
-        return _Prepared(commit)
+        return _Prepared(commit, files=read_for.files)
 
     def _update_weights(self, read_for: LoadRequest, kernel: LinearKernel) -> None:
         """Drop the weights and all that was made for them, then read the files again. The KV cache's tensors stay."""
@@ -349,6 +356,19 @@ class GroupCommands:
             return _Outcome()
 
         return _Prepared(commit)
+
+
+def _vote_of(files: Mapping[str, bytes]) -> int:
+    """Return the vote of a rank that can do its part: 1, or a number of 62 bits by which files are compared."""
+    named = b"".join(name.encode() + digest for name, digest in sorted(files.items()))
+    return 1 + (int.from_bytes(hashlib.sha256(named).digest()[:8], "little") >> 2) if files else 1
+
+
+def _disagreement(votes: Sequence[int], files: Mapping[str, bytes]) -> str:
+    """Describe which ranks would read other weights than rank 0, and what this rank has, for a comparison."""
+    others = ", ".join(str(rank) for rank, vote in enumerate(votes) if vote != votes[0])
+    own = ", ".join(f"{name} {digest.hex()[:8]}" for name, digest in files.items())
+    return f"weights of ranks {others} are not those of rank 0; give all ranks the same files. This rank has: {own}"
 
 
 def _freed_by(change: Callable[[], None], pool: MemoryPool) -> int:

@@ -16,7 +16,8 @@ from hetero_api.rank_memory import KvCost, ModelMemory, StepLimits
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.backends.base import DeviceBackend
-from hetero_worker.errors import CommandRefused, MemoryBudgetError
+from hetero_worker.checkpoints.sampled_digests import differing_files, sampled_digests
+from hetero_worker.errors import CommandRefused, MemoryBudgetError, WeightsChangedError
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import Expert
 from hetero_worker.memory.budget import MemoryBudget, mib
@@ -89,7 +90,7 @@ class LoadedShard:
 def load_shard(request: LoadRequest, backend: DeviceBackend, *, kernel: LinearKernel | None = None) -> LoadedShard:
     """Load the rank's shard. `kernel` None: the backend's.
 
-    Raises ModelError, PlanError, MemoryBudgetError; the last before anything is read.
+    Raises ModelError, PlanError, WeightsChangedError, MemoryBudgetError; the last before anything is read.
     """
     begin = time.perf_counter()
     pool = backend.memory_pool
@@ -105,6 +106,7 @@ def load_shard(request: LoadRequest, backend: DeviceBackend, *, kernel: LinearKe
         decoder.load(checkpoint, kernel)
         formats = checkpoint.conversions.lines
         notes = checkpoint.left_out()
+    _check_files(request)
     pool.release_unused()  # what weights went through on their way
     load_s = time.perf_counter() - begin
     logger.info("rank %d: loaded %s of weights in %.1f s", request.rank, mib(weight_bytes), load_s)
@@ -203,6 +205,15 @@ def _check_plan(request: LoadRequest) -> None:
     if request.max_model_len > config.max_position:
         raise ModelError(
             f"max_model_len {request.max_model_len} exceeds the model's {config.max_position} positions; lower it"
+        )
+
+
+def _check_files(request: LoadRequest) -> None:
+    """Raise WeightsChangedError unless the files are those that this rank said it has."""
+    if request.files and (changed := differing_files(request.files, sampled_digests(request.directory))):
+        raise WeightsChangedError(
+            f"{request.directory}: {', '.join(changed[:3])} changed since this rank joined the group; put the files "
+            "back that the group was started with, or restart the whole group with the new ones"
         )
 
 
