@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -97,6 +98,16 @@ async def test_a_connection_that_is_kept_serves_several_calls(
         answers = [await http.post("/v1/completions", json=body) for _ in range(3)]
     assert [answer.status_code for answer in answers] == [200] * 3
     assert len(ready.gateway._http._server.server_state.connections) <= 1  # type: ignore[union-attr]
+
+
+async def test_pieces_of_an_answer_do_not_wait_for_one_another(bench: GatewayBench) -> None:
+    async with connected(bench) as connection:
+        await connection.say(HEAD)
+        connections = bench.gateway._http._server.server_state.connections  # type: ignore[union-attr]
+        await wait_until(lambda: bool(connections))
+        (served,) = connections
+        served_socket = served.transport.get_extra_info("socket")
+        assert served_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 async def test_a_head_that_is_too_long_is_refused(bench: GatewayBench) -> None:
