@@ -67,9 +67,8 @@ tries. What is tested beside:
 
 """
 _NOTES: Final = """
-**Kernels.** CPU ranks compute all of these with native kernels, but for the gated delta rule, and record steps that
-only decode, except those of models with that rule and of Gemma 4 with experts. On GPUs attention is a Triton kernel,
-except latent attention and that of KV heads of two kinds,
+**Kernels.** CPU ranks compute all of these with native kernels, and record steps that only decode, except those of
+Gemma 4 with experts. On GPUs attention is a Triton kernel, except latent attention and that of KV heads of two kinds,
 which torch computes; `Loaded.kernels` says so.
 
 **Latent attention** (DeepSeek-V3) caches one vector a token and layer, 576 elements for DeepSeek-V3, on each rank that
@@ -81,8 +80,9 @@ and 2 for 26B-A4B. A layer with more KV heads has several in each unit.
 **Gated delta rule** (Qwen3-Next, Qwen3.5): most layers keep states of each sequence in place of keys and values, 75 MB
 for Qwen3-Next. Ranks hold them for as many sequences as `maxNumSeqs` says, which is counted in their memory, and have
 the heads that are dealt in proportion to KV heads. An eighth of the memory that is left for the KV cache is for
-snapshots of states, and a prefix hit rounds down to one. torch computes the rule on all devices, so steps run operator
-by operator.
+snapshots of states, and a prefix hit rounds down to one. A native kernel computes the rule on CPU ranks, token by token
+in prefill, too: a row's bits do not depend on the batch or on chunks. On GPUs torch computes it, prompts in chunks, and
+steps are not replayed from graphs.
 
 **Experts that all tokens share** are dealt in proportion to KV heads; routed experts are dealt whole.
 

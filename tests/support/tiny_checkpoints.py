@@ -241,9 +241,18 @@ class TinyCheckpoint:
 
 
 def save_tiny(
-    variant: str, directory: Path, *, max_shard_size: str = "5GB", seed: int = 0, **changes: Any
+    variant: str,
+    directory: Path,
+    *,
+    max_shard_size: str = "5GB",
+    seed: int = 0,
+    stacks_experts: bool = False,
+    **changes: Any,
 ) -> TinyCheckpoint:
-    """Save a seeded random float32 model of the variant, its config changed; biases and norms are random too."""
+    """Save a seeded random float32 model of the variant, its config changed; biases and norms are random too.
+
+    `stacks_experts`: tensors are saved as transformers has them in memory.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, overrides = VARIANTS[variant]
@@ -251,7 +260,7 @@ def save_tiny(
     torch.manual_seed(seed)
     # The faster ways to compute experts want widths of whole 16 bytes.
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
-    return _saved(model, directory, max_shard_size)
+    return _saved(model, directory, max_shard_size, stacks_experts=stacks_experts)
 
 
 def save_wrapped(name: str, directory: Path, *, max_shard_size: str = "5GB") -> TinyCheckpoint:
@@ -267,12 +276,12 @@ def save_wrapped(name: str, directory: Path, *, max_shard_size: str = "5GB") -> 
     return _saved(model, directory, max_shard_size)
 
 
-def _saved(model: Any, directory: Path, max_shard_size: str) -> TinyCheckpoint:
+def _saved(model: Any, directory: Path, max_shard_size: str, *, stacks_experts: bool = False) -> TinyCheckpoint:
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name or name.endswith(("bias", "sinks", "layer_scalar", "router.scale", "expert_scale")):
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    model.save_pretrained(directory, max_shard_size=max_shard_size, save_original_format=not stacks_experts)
     return TinyCheckpoint(directory, model)
 
 

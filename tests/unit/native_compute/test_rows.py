@@ -122,6 +122,35 @@ def test_what_is_no_number_stays_so(ops: NativeOps, dtype: torch.dtype) -> None:
 
 
 @each_type
+@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("gates_type", TYPES, ids=str)
+def test_gates_of_columns_and_of_rows(
+    ops: NativeOps, columns: int, gates_type: torch.dtype, dtype: torch.dtype
+) -> None:
+    x = randn(3, columns, dtype=dtype)
+    for width in (columns, 1):
+        gates, ours = 4 * randn(3, width, seed=1, dtype=gates_type), x.clone()
+        assert ops.opened(ours, gates) is ours
+        assert_close(ours, PLAIN_OPS.opened(x.double(), gates.double()))
+
+
+@each_type
+@pytest.mark.parametrize("width", WIDTHS)
+def test_products_with_a_row_of_weights(ops: NativeOps, width: int, dtype: torch.dtype) -> None:
+    x, weight = randn(3, width, dtype=dtype), randn(1, width, seed=1)
+    exact = x.double() @ weight.double().T
+    torch.testing.assert_close(ops.row_products(x, weight).double(), exact, rtol=2e-6, atol=1e-4)
+
+
+@each_type
+def test_rows_of_gates_and_products_are_alone(isa: str, dtype: torch.dtype) -> None:
+    weight = randn(1, 331, seed=1)
+    assert_rows_alone(lambda ops: lambda x: ops.row_products(x, weight), randn(5, 331, dtype=dtype))
+    assert_rows_alone(lambda ops: lambda x: ops.opened(x, x.flip(1).contiguous()), randn(5, 331, dtype=dtype))
+    assert_rows_alone(lambda ops: lambda x: ops.opened(x, x.float()[:, :1] - 1), randn(5, 331, dtype=dtype))
+
+
+@each_type
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_a_gates_rows_are_alone(isa: str, activation: Activation, dtype: torch.dtype) -> None:
     assert_rows_alone(lambda ops: lambda x: ops.gated(x, activation), randn(5, 2 * 331, dtype=dtype))

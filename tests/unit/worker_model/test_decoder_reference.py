@@ -129,6 +129,25 @@ def test_weights_in_several_files_load_the_same(tmp_path: Path) -> None:
     _check_prefill_and_decode(checkpoint, LAYOUTS["uneven"])
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_experts_that_are_stacked_load_the_same(tmp_path: Path, quantization: str) -> None:
+    """As Qwen3.5 is published with floats: two tensors of all experts of a layer."""
+    one_by_one, stacked = (
+        save_tiny("qwen3.5-moe", tmp_path / name, stacks_experts=name == "stacked") for name in ("each", "stacked")
+    )
+    with safe_open(stacked.directory / "model.safetensors", framework="pt") as file:
+        assert [*file.get_slice("model.layers.0.mlp.experts.gate_up_proj").get_shape()] == [6, 40, 32]
+    if quantization == "none":
+        _check_prefill_and_decode(stacked, LAYOUTS["uneven"])
+    logits = []
+    for checkpoint in (one_by_one, stacked):
+        builder = PlanBuilder(RankGroup(checkpoint.directory, LAYOUTS["uneven"], quantization=quantization))
+        builder.start(0, PROMPT)
+        builder.schedule(0)
+        logits.append(builder.run().logits)
+    assert torch.equal(*logits)
+
+
 def test_a_dropped_contribution_would_be_seen(checkpoints: dict[str, TinyCheckpoint]) -> None:
     """The tolerance is tight enough to notice one missing MLP column."""
     checkpoint = checkpoints["llama"]

@@ -15,7 +15,8 @@ from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import INT8, WeightFormat, int4
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.gguf_store import GgufStore
-from hetero_worker.checkpoints.store import MappedFile, TensorSlice
+from hetero_worker.checkpoints.safetensors_store import SafetensorsStore
+from hetero_worker.checkpoints.store import MappedFile, StackEntry, TensorSlice
 
 pytestmark = pytest.mark.unit
 
@@ -113,3 +114,15 @@ def test_of_a_stack_of_experts_no_other_expert_is_read(tmp_path: Path, rows: Uni
     matrix = store.quantized(part)
     # At both ends, the kernel may map a large page around one that is read.
     assert matrix.num_bytes <= _resident_bytes(path) <= 1.05 * matrix.num_bytes + 2 * LARGE_PAGE
+
+
+@pytest.mark.parametrize("rows", [None, UnitRange(256, 512)])
+def test_of_stacked_floats_no_other_expert_is_read(tmp_path: Path, rows: UnitRange | None) -> None:
+    """Gates and up projections of four experts; the up projection of one is read."""
+    path, name = tmp_path / "model.safetensors", "model.layers.0.mlp.experts.gate_up_proj"
+    save_file({name: torch.zeros(4, 2048, 2048, dtype=torch.bfloat16)}, path)
+    entry = StackEntry(2, 4, first=1024, height=2048)
+    found = SafetensorsStore(tmp_path).floats(TensorSlice(name, (1024, 2048), rows=rows, entry=entry))
+    assert found.is_contiguous()
+    found.sum()
+    assert found.nbytes <= _resident_bytes(path) <= 1.05 * found.nbytes + 2 * LARGE_PAGE

@@ -40,12 +40,15 @@ STAGES = Shares(
 )  # fmt: skip
 EXPERTS = ("mixtral", "qwen3-moe-some-dense", "glm4-moe-grouped", "gpt-oss", "minimax-m2", "deepseek-v3")
 """Models of experts, with every rule of routing."""
+STATEFUL = ("qwen3-next-odd", "qwen3.5", "qwen3.5-moe")
+"""Models with layers that keep a state of each sequence."""
 LAYOUTS = {"one": ONE, "uneven": UNEVEN, "no part": NO_PART, "helped": HELPED, "stages": STAGES}
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyCheckpoint]:
-    variants = "llama-biased", "qwen3", "gemma2", "gemma3", "gemma4", "glm4", "smollm3", "deepseek-v3-dense", *EXPERTS
+    dense = "llama-biased", "qwen3", "gemma2", "gemma3", "gemma4", "glm4", "smollm3", "deepseek-v3-dense"
+    variants = (*dense, *EXPERTS, *STATEFUL)
     return {variant: save_tiny(variant, tmp_path_factory.mktemp(variant)) for variant in variants}
 
 
@@ -109,7 +112,12 @@ CASES = [(variant, *way) for variant in ("llama-biased", "qwen3", "gemma3") for 
 CASES += [("qwen3", layout, "tcp", "float32") for layout in ("uneven", "helped", "stages")]
 CASES += [(variant, *way) for variant in ("glm4", "smollm3", "deepseek-v3-dense", "gemma4") for way in SOME_WAYS]
 CASES += [(variant, *way) for variant in EXPERTS for way in SOME_WAYS]
-CASES += [("deepseek-v3", layout, "native", "float32") for layout in ("no part", "helped", "stages")]
+CASES += [(variant, *way) for variant in STATEFUL for way in SOME_WAYS]
+CASES += [
+    (variant, layout, "native", "float32")
+    for variant in ("deepseek-v3", "qwen3.5-moe")
+    for layout in ("no part", "helped", "stages")
+]
 
 
 @pytest.mark.parametrize(("variant", "layout", "over", "dtype"), CASES)

@@ -8,9 +8,11 @@ cached) come first in the step's token order, spans of several tokens after them
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from functools import cached_property
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,7 @@ import torch
 from hetero_worker.attention.kv_cache import LayerCache
 
 IntArray = npt.NDArray[np.int32]
+Made = TypeVar("Made")
 SlotArray = npt.NDArray[np.int64]
 NO_SLOTS: Final[SlotArray] = np.zeros(0, dtype=np.int64)
 
@@ -101,6 +104,17 @@ class StepAttention(ABC):
     """The batch's, see AttentionBatch."""
     batch: AttentionBatch
     """The step's sequences, for layers that keep states of them."""
+
+    def once(self, make: Callable[[AttentionBatch], Made]) -> Made:
+        """Return `make(batch)`, which is called for the first layer and kept for the others of the step."""
+        if make not in self._made:
+            self._made[make] = make(self.batch)
+        made: Made = self._made[make]
+        return made
+
+    @cached_property
+    def _made(self) -> dict[Callable[[AttentionBatch], Any], Any]:
+        return {}
 
     @abstractmethod
     def attend_written(self, query: torch.Tensor, cache: LayerCache, rule: AttentionRule) -> torch.Tensor:

@@ -6,7 +6,8 @@ A value head has a matrix S as its state. A token with query q, key k, value v, 
 
 Before that, a causal convolution mixes each element of q, k and v with those of the tokens before; after it, the output
 is normed and multiplied by silu(z). So a sequence has two states in a layer: the matrices, and the last inputs of the
-convolution. Both lie in a row of the layer's cache for as long as the sequence has its slot, and begin as zeros.
+convolution. Both lie in a row of the layer's cache for as long as the sequence has its slot, and begin as zeros. A
+step's rows and slots are found for its first layer, and kept for the others.
 
 Prompts go in chunks. In a chunk of tokens with the states S₀ before it, the u of all tokens solve a triangular system,
 for each reads only earlier ones; outputs and the next S₀ follow by products of matrices. Arithmetic is float32.
@@ -24,7 +25,7 @@ import torch
 from torch.nn import functional as F
 
 from hetero_api.rank_memory import DELTA_CHUNK, SEQUENCES_AT_ONCE
-from hetero_worker.attention.base import AttentionBatch, PrefillSpan, SlotArray
+from hetero_worker.attention.base import AttentionBatch, IntArray, PrefillSpan, SlotArray, StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.memory.streams import to_device
 
@@ -45,7 +46,7 @@ class DeltaWeights(NamedTuple):
     """Weights of a rank's heads beside projections, float32."""
 
     convolution: torch.Tensor
-    """[q | k | v, taps], the token's own tap last."""
+    """[taps, q | k | v], the token's own tap last."""
     decay: torch.Tensor
     """[value heads]: the logarithm of `a` is this times softplus of the input; less than 0."""
     decay_bias: torch.Tensor
@@ -57,43 +58,83 @@ class DeltaWeights(NamedTuple):
     key_dim: int
 
 
-class _Rows(NamedTuple):
+class StateRows(NamedTuple):
     """Rows [begin, end) of a step: `len(slots)` sequences with as many tokens each."""
 
     begin: int
     end: int
     slots: SlotArray
-    starts: list[int]
-    """Which of the sequences begin here with empty states."""
+    lengths: IntArray
+    """[sequences]: tokens, these included. A sequence that has no others begins here with empty states."""
     states_from: int | None = None
     """Where the only sequence's states are copied from before, if they are."""
     states_to: int | None = None
     """Where they are copied to afterwards, if they are."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of each sequence."""
+        return (self.end - self.begin) // len(self.slots)
+
+    @property
+    def fresh(self) -> SlotArray:
+        """Slots of the sequences that begin here."""
+        slots: SlotArray = self.slots[self.lengths == self.num_tokens]
+        return slots
+
+    def before(self, cache: LayerCache) -> None:
+        """Copy the states that the sequence begins with."""
+        if self.states_from is not None:
+            _copy_states(cache, self.states_from, int(self.slots[0]))
+
+    def behind(self, cache: LayerCache) -> None:
+        """Save the states that the sequence has come to."""
+        if self.states_to is not None:
+            _copy_states(cache, int(self.slots[0]), self.states_to)
+
+
+def state_rows(batch: AttentionBatch) -> list[StateRows]:
+    """Return all decode rows, then spans in parts that end where states are saved."""
+    return list(_rows_of(batch, at_once=batch.decode.num_rows))
+
+
+class PlacedRows(NamedTuple):
+    """Rows that torch computes together, with their slots on the step's device."""
+
+    rows: StateRows
+    slots: torch.Tensor
+    """int64 [sequences]."""
+    fresh: torch.Tensor | None
+    """Slots of sequences that begin; None: there are none."""
+
 
 def gated_delta_rule(
-    inputs: DeltaInputs, weights: DeltaWeights, cache: LayerCache, batch: AttentionBatch, *, by_token: bool = False
+    inputs: DeltaInputs, weights: DeltaWeights, cache: LayerCache, attention: StepAttention, *, by_token: bool = False
 ) -> torch.Tensor:
     """Return [tokens, value heads · value_dim], and take the sequences' states on.
 
     `cache.keys` are the matrices, float32 [slots, value heads, key_dim, value_dim], `cache.values` the convolution's
-    inputs, float32 [slots, q | k | v, taps - 1]. `by_token`: each sequence and token by itself.
+    inputs, float32 [slots, taps - 1, q | k | v]. `by_token`: each sequence and token by itself.
     """
     value_heads, value_dim = len(weights.decay), len(weights.norm)
     out = inputs.mixed.new_empty(len(inputs.mixed), value_heads * value_dim)
-    for rows in _rows_of(batch, by_token=by_token):
-        slots = to_device(torch.from_numpy(rows.slots.copy()), out.device)
-        if rows.states_from is not None:
-            _copy_states(cache, rows.states_from, int(rows.slots[0]))
-        if rows.starts:
-            fresh = slots[rows.starts]
-            cache.keys.index_fill_(0, fresh, 0.0)
-            cache.values.index_fill_(0, fresh, 0.0)
-        own = DeltaInputs(inputs.mixed[rows.begin : rows.end], inputs.gates[rows.begin : rows.end])
-        out[rows.begin : rows.end] = _compute(own, weights, cache, slots)
-        if rows.states_to is not None:
-            _copy_states(cache, int(rows.slots[0]), rows.states_to)
+    for placed in attention.once(_rows_by_token if by_token else rows_in_chunks):
+        compute_rows(inputs, weights, cache, placed, out)
     return out
+
+
+def compute_rows(
+    inputs: DeltaInputs, weights: DeltaWeights, cache: LayerCache, placed: PlacedRows, out: torch.Tensor
+) -> None:
+    """Compute some rows of a step; `out` is that of all rows, as are the inputs."""
+    rows, slots, fresh = placed
+    rows.before(cache)
+    if fresh is not None:
+        cache.keys.index_fill_(0, fresh, 0.0)
+        cache.values.index_fill_(0, fresh, 0.0)
+    own = DeltaInputs(inputs.mixed[rows.begin : rows.end], inputs.gates[rows.begin : rows.end])
+    out[rows.begin : rows.end] = _compute(own, weights, cache, slots)
+    rows.behind(cache)
 
 
 def _copy_states(cache: LayerCache, source: int, target: int) -> None:
@@ -101,34 +142,48 @@ def _copy_states(cache: LayerCache, source: int, target: int) -> None:
         states[target].copy_(states[source])
 
 
-def _rows_of(batch: AttentionBatch, *, by_token: bool) -> Iterator[_Rows]:
-    """Yield decode rows, some at once, then spans in parts that end where states are saved; or each row by itself."""
-    decode, at_once = batch.decode, 1 if by_token else SEQUENCES_AT_ONCE
-    for begin in range(0, decode.num_rows, at_once):
+def rows_in_chunks(batch: AttentionBatch) -> list[PlacedRows]:
+    """Return decode rows, some at once, then spans in parts that end where states are saved."""
+    device = batch.slot_mapping.device
+    return [_placed(rows, device) for rows in _rows_of(batch, at_once=SEQUENCES_AT_ONCE)]
+
+
+def _rows_by_token(batch: AttentionBatch) -> list[PlacedRows]:
+    device = batch.slot_mapping.device
+    return [_placed(rows, device) for rows in _rows_of(batch, at_once=1, by_token=True)]
+
+
+def _placed(rows: StateRows, device: torch.device) -> PlacedRows:
+    slots, fresh = (to_device(torch.from_numpy(slots), device) for slots in (rows.slots, rows.fresh))
+    return PlacedRows(rows, slots, fresh if len(fresh) else None)
+
+
+def _rows_of(batch: AttentionBatch, *, at_once: int, by_token: bool = False) -> Iterator[StateRows]:
+    decode = batch.decode
+    for begin in range(0, decode.num_rows, at_once or 1):
         end = min(begin + at_once, decode.num_rows)
-        starts = np.flatnonzero(decode.lengths[begin:end] == 1).tolist()
-        yield _Rows(begin, end, decode.slots[begin:end], starts)
+        yield StateRows(begin, end, decode.slots[begin:end], decode.lengths[begin:end])
     for span in batch.prefills:
         yield from _parts_of(span, by_token=by_token)
 
 
-def _parts_of(span: PrefillSpan, *, by_token: bool) -> Iterator[_Rows]:
+def _parts_of(span: PrefillSpan, *, by_token: bool) -> Iterator[StateRows]:
     slots = np.array([span.slot])
     places = {span.begin + save.num_tokens - span.num_computed: save.place for save in span.saves}
     ends = range(span.begin + 1, span.end + 1) if by_token else sorted({*places, span.end})
-    starts, states_from = [] if span.num_computed else [0], span.states_from
-    begin = span.begin
+    begin, states_from = span.begin, span.states_from
     for end in ends:
-        yield _Rows(begin, end, slots, starts, states_from, places.get(end))
-        begin, starts, states_from = end, [], None
+        length = np.array([span.num_computed + end - span.begin], dtype=np.int32)
+        yield StateRows(begin, end, slots, length, states_from, places.get(end))
+        begin, states_from = end, None
 
 
 def _compute(inputs: DeltaInputs, weights: DeltaWeights, cache: LayerCache, slots: torch.Tensor) -> torch.Tensor:
     """Return the outputs of sequences that have as many tokens each, [rows, value heads · value_dim] in float32."""
-    number, channels = len(slots), len(weights.convolution)
+    number, channels = len(slots), weights.convolution.shape[1]
     mixed = inputs.mixed.view(number, -1, inputs.mixed.shape[1])
-    seen = torch.cat([cache.values.index_select(0, slots).transpose(1, 2), mixed[..., :channels].float()], dim=1)
-    cache.values.index_copy_(0, slots, seen[:, seen.shape[1] - cache.values.shape[2] :].transpose(1, 2))
+    seen = torch.cat([cache.values.index_select(0, slots), mixed[..., :channels].float()], dim=1)
+    cache.values.index_copy_(0, slots, seen[:, seen.shape[1] - cache.values.shape[1] :])
     query, key, value = _heads(_convolved(seen, weights.convolution), weights)
     gates = inputs.gates.view(number, -1, 2, len(weights.decay)).float()
     opening = gates[:, :, 0].sigmoid().transpose(1, 2)
@@ -147,11 +202,11 @@ def _compute(inputs: DeltaInputs, weights: DeltaWeights, cache: LayerCache, slot
 
 def _convolved(seen: torch.Tensor, convolution: torch.Tensor) -> torch.Tensor:
     """Return silu of the causal convolution: float32 [sequences, tokens, channels]; `seen` has taps - 1 tokens more."""
-    taps = convolution.shape[1]
+    taps = len(convolution)
     tokens = seen.shape[1] - taps + 1
-    total = seen[:, :tokens] * convolution[:, 0]
+    total = seen[:, :tokens] * convolution[0]
     for tap in range(1, taps):
-        total += seen[:, tap : tap + tokens] * convolution[:, tap]
+        total += seen[:, tap : tap + tokens] * convolution[tap]
     return F.silu(total)
 
 

@@ -82,6 +82,12 @@ class Checkpoint:
         self._close_kept()
         let_go_of_code()  # loading ran more code than steps do
 
+    def located(self, part: TensorSlice) -> TensorSlice:
+        """Return the slice as one of the stack that it may lie in, if the files have that; else as it is."""
+        if part.stack is None or not self.has(part.stack.name):
+            return part
+        return replace(part, name=part.stack.name, entry=part.stack.entry, stack=None)
+
     def read(self, part: TensorSlice, into: torch.Tensor) -> None:
         """Copy the slice into `into`, which has the slice's shape, and convert it to that dtype.
 

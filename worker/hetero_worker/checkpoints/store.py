@@ -44,6 +44,13 @@ class StackEntry(NamedTuple):
         return entry.T if entry.dim() == 2 else entry
 
 
+class Stack(NamedTuple):
+    """Tensor that has others as its entries."""
+
+    name: str
+    entry: StackEntry
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
     """A rectangle of one tensor of the checkpoint."""
@@ -63,6 +70,8 @@ class TensorSlice:
     are stored. Stores do not apply it."""
     entry: StackEntry | None = None
     """The entry of a stack that the tensor is; None: it is stored by itself. For floats only."""
+    stack: Stack | None = None
+    """The stack that some files have in place of the tensor (`Checkpoint.located`)."""
 
     @property
     def is_reordered(self) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from hetero_api.model_parts import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
-from hetero_worker.attention.base import AttentionBatch
+from hetero_worker.attention.base import StepAttention
 from hetero_worker.attention.delta_rule import DeltaInputs, DeltaWeights, gated_delta_rule
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.distributed.exchange import sum_in_order
@@ -105,7 +105,7 @@ class FusedOps(Protocol):
         ...
 
     def delta_rule(
-        self, inputs: DeltaInputs, weights: DeltaWeights, cache: LayerCache, batch: AttentionBatch
+        self, inputs: DeltaInputs, weights: DeltaWeights, cache: LayerCache, attention: StepAttention
     ) -> torch.Tensor:
         """Return [tokens, value heads · value_dim] of the gated delta rule, and take states on (`delta_rule`)."""
         ...
@@ -186,10 +186,10 @@ class TorchOps(ABC):
         """See `FusedOps.rms_norm`."""
 
     def delta_rule(
-        self, inputs: DeltaInputs, weights: DeltaWeights, cache: LayerCache, batch: AttentionBatch
+        self, inputs: DeltaInputs, weights: DeltaWeights, cache: LayerCache, attention: StepAttention
     ) -> torch.Tensor:
         """See `FusedOps.delta_rule`."""
-        return gated_delta_rule(inputs, weights, cache, batch)
+        return gated_delta_rule(inputs, weights, cache, attention)
 
     def rotate_latent(
         self, query: torch.Tensor, compressed: torch.Tensor, rotation: Rotation, norm: LatentNorm, write: LatentWrite

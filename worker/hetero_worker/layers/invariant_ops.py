@@ -20,7 +20,7 @@ from typing import Final
 import torch
 
 from hetero_api.model_parts import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
-from hetero_worker.attention.base import AttentionBatch
+from hetero_worker.attention.base import StepAttention
 from hetero_worker.attention.delta_rule import DeltaInputs, DeltaWeights, gated_delta_rule
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.layers.fused_ops import HeadWeights, RotatedHeads, TorchOps, each_head, kv_heads_of, widened_heads
@@ -75,10 +75,10 @@ class InvariantOps(TorchOps):
         return row_sums(x.float() * weight)
 
     def delta_rule(
-        self, inputs: DeltaInputs, weights: DeltaWeights, cache: LayerCache, batch: AttentionBatch
+        self, inputs: DeltaInputs, weights: DeltaWeights, cache: LayerCache, attention: StepAttention
     ) -> torch.Tensor:
         """See `FusedOps.delta_rule`."""
-        return gated_delta_rule(inputs, weights, cache, batch, by_token=True)
+        return gated_delta_rule(inputs, weights, cache, attention, by_token=True)
 
     def mean_squares(self, qkv: torch.Tensor, *, num_heads: int, widths: tuple[int, int]) -> torch.Tensor:
         """See `FusedOps.mean_squares`."""

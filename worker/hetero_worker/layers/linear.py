@@ -24,7 +24,7 @@ from hetero_api.model_parts import DeltaShape, ExpertsConfig, LatentShape, RowOr
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import COLUMN_UNIT, FLOAT_WEIGHTS, StoredWeights, WeightFormat
 from hetero_worker.checkpoints.checkpoint import Checkpoint
-from hetero_worker.checkpoints.store import StackEntry, TensorSlice
+from hetero_worker.checkpoints.store import Stack, StackEntry, TensorSlice
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedMlp, PackedWeight, kept_format, matrix_bytes
 from hetero_worker.layers.packing import floats_dtype, pack_in_place, pack_quantized, read_floats
 from hetero_worker.memory.streams import HOST
@@ -79,7 +79,8 @@ class ShardedLinear:
     ) -> None:
         """Read and pack this rank's slices. Raises ModelError."""
         self._tensors = ()
-        runs = self._runs(checkpoint, kernel)
+        weights_here = [checkpoint.located(part) for part in self._weights]
+        runs = _runs(weights_here, checkpoint, kernel)
         packed = [
             pack_quantized(checkpoint, parts, kernel)
             if weights is not None
@@ -95,20 +96,6 @@ class ShardedLinear:
             self._bias = torch.empty(self.shape[0], dtype=dtype, device=device)
             checkpoint.read_all(self._biases, self._bias)
             self._tensors = (*self._tensors, self._bias)
-
-    def _runs(
-        self, checkpoint: Checkpoint, kernel: LinearKernel
-    ) -> list[tuple[WeightFormat | None, list[TensorSlice]]]:
-        """Return runs of slices that are packed together, with their format; None: floats."""
-        stored = [checkpoint.format_of(part) for part in self._weights]
-        formats = [weights for weights in stored if weights is not None]
-        if len(formats) == len(stored) and all(formats[0].joins(weights) for weights in formats):
-            joined = reduce(WeightFormat.joined, formats)
-            if kept_format(joined, kernel) is not None:
-                return [(joined, list(self._weights))]
-        kept = [kept_format(weights, kernel) for weights in stored]
-        runs = groupby(zip(kept, self._weights, strict=True), key=lambda pair: pair[0])
-        return [(weights, [part for _, part in pairs]) for weights, pairs in runs]
 
     def _pack_floats(
         self,
@@ -141,6 +128,21 @@ class ShardedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [rows, out] of x [rows, in]."""
         return self._packed(x, self._bias)
+
+
+def _runs(
+    parts: Sequence[TensorSlice], checkpoint: Checkpoint, kernel: LinearKernel
+) -> list[tuple[WeightFormat | None, list[TensorSlice]]]:
+    """Return runs of slices that are packed together, with their format; None: floats."""
+    stored = [checkpoint.format_of(part) for part in parts]
+    formats = [weights for weights in stored if weights is not None]
+    if len(formats) == len(stored) and all(formats[0].joins(weights) for weights in formats):
+        joined = reduce(WeightFormat.joined, formats)
+        if kept_format(joined, kernel) is not None:
+            return [(joined, list(parts))]
+    kept = [kept_format(weights, kernel) for weights in stored]
+    runs = groupby(zip(kept, parts, strict=True), key=lambda pair: pair[0])
+    return [(weights, [part for _, part in pairs]) for weights, pairs in runs]
 
 
 def packed_mlp(gate_up: ShardedLinear, down: ShardedLinear) -> PackedMlp:
@@ -295,7 +297,10 @@ def expert_gate_up_linear(config: ModelConfig, experts: ExpertsConfig, block: st
         entries = [StackEntry(number, experts.number, first=half, step=2) for half in range(2)]
         parts = [_Rows(f"{block}.experts.{names.gate}", width, rows, entry=entry) for entry in entries]
     else:
-        parts = [_Rows(f"{block}.experts.{number}.{name}", width, rows) for name in (names.gate, names.up)]
+        parts = [
+            _Rows(f"{block}.experts.{number}.{name}", width, rows, stack=_gate_up_stack(experts, block, number, half))
+            for half, name in enumerate((names.gate, names.up))
+        ]
     stored = config.weights.of_experts
     return _column_parallel(parts, config=config, bias=experts.biased, stored=stored)
 
@@ -307,7 +312,17 @@ def expert_down_linear(config: ModelConfig, experts: ExpertsConfig, block: str, 
     entry = StackEntry(number, experts.number, height=height) if names.stacked else None
     name = f"{block}.experts.{names.down}" if names.stacked else f"{block}.experts.{number}.{names.down}"
     inputs = width, UnitRange(0, width)
-    return _row_parallel(name, config, inputs, unit=0, bias=experts.biased, entry=entry, stored=stored)
+    stack = None
+    if not names.stacked:
+        stack = Stack(f"{block}.experts.down_proj", StackEntry(number, experts.number, height=config.hidden_size))
+    return _row_parallel(name, config, inputs, unit=0, bias=experts.biased, entry=entry, stack=stack, stored=stored)
+
+
+def _gate_up_stack(experts: ExpertsConfig, block: str, number: int, half: int) -> Stack:
+    """Return the stack in which transformers keeps gate (half 0) and up projections of all experts."""
+    width = experts.intermediate_size
+    entry = StackEntry(number, experts.number, first=half * width, height=2 * width)
+    return Stack(f"{block}.experts.gate_up_proj", entry)
 
 
 class _Rows(NamedTuple):
@@ -319,6 +334,7 @@ class _Rows(NamedTuple):
     rows: UnitRange
     order: RowOrder | None = None
     entry: StackEntry | None = None
+    stack: Stack | None = None
 
 
 def _column_parallel(
@@ -338,13 +354,15 @@ def _column_parallel(
     weights = [
         TensorSlice(
             _weight_name(part.name, part.entry), (part.height, width),
-            rows=part.rows, quantize_to=wanted, order=part.order, entry=part.entry,
+            rows=part.rows, quantize_to=wanted, order=part.order, entry=part.entry, stack=part.stack,
         )
         for part in parts
     ]  # fmt: skip
     biases = [
-        TensorSlice(_bias_name(name, entry), (height,), rows=rows, order=order, entry=entry)
-        for name, height, rows, order, entry in parts
+        TensorSlice(
+            _bias_name(part.name, part.entry), (part.height,), rows=part.rows, order=part.order, entry=part.entry
+        )
+        for part in parts
     ]
     return ShardedLinear(weights, biases if bias else (), stored=stored)
 
@@ -357,14 +375,16 @@ def _row_parallel(
     unit: int,
     bias: bool,
     entry: StackEntry | None = None,
+    stack: Stack | None = None,
     stored: StoredWeights | None = None,
 ) -> ShardedLinear:
     """Return a layer whose inputs are split over ranks in units of `unit`; 0: they are not split."""
     width, columns = inputs
     stored, height = (stored or config.weights).within(unit), config.hidden_size
     weight = TensorSlice(
-        _weight_name(name, entry), (height, width), columns=columns, quantize_to=stored.at_load.layers, entry=entry
-    )
+        _weight_name(name, entry), (height, width),
+        columns=columns, quantize_to=stored.at_load.layers, entry=entry, stack=stack,
+    )  # fmt: skip
     biases = (TensorSlice(_bias_name(name, entry), (height,), entry=entry),) if bias else ()
     return ShardedLinear([weight], biases, stored=stored)
 

@@ -173,7 +173,7 @@ class ExpertMlp:
             return total
         total = self._joined(normed, *self._router(hidden))
         if self._shared is not None and self._shape.has_shared_gate:
-            total.add_(self._shared.of_normed(normed))
+            self._ops.add(total, self._shared.of_normed(normed))
         return total
 
     def _two_sums(self, normed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,8 @@ from typing import Final
 import torch
 
 from hetero_api.model_parts import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
-from hetero_worker.attention.base import AttentionBatch
-from hetero_worker.attention.delta_rule import DeltaInputs, DeltaWeights
+from hetero_worker.attention.base import StepAttention
+from hetero_worker.attention.delta_rule import DeltaInputs, DeltaWeights, StateRows, state_rows
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.kernels.expert_choice import RouterWeights
 from hetero_worker.layers.fused_ops import (
@@ -32,11 +32,14 @@ from hetero_worker.native.compute_library import (
     SIGMOID,
     SOFTMAX,
     add_op,
+    delta_op,
     ffi,
     gated_op,
     latent_op,
     norm_op,
+    open_op,
     pick_op,
+    products_op,
     rotate_op,
     route_op,
     squares_op,
@@ -100,17 +103,30 @@ class NativeOps:
 
     def opened(self, x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """See `FusedOps.opened`."""
-        return self._others.opened(x, gates)
+        (rows, columns), dtype = x.shape, x.dtype
+        given = (FORMATS[dtype], FORMATS[gates.dtype], columns, gates.shape[1] != columns)
+        self._op_queue.submit(open_op(rows, *given, _address(x, dtype), _address(gates, gates.dtype)))
+        return x
 
     def row_products(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See `FusedOps.row_products`."""
-        return self._others.row_products(x, weight)
+        (rows, width), dtype = x.shape, x.dtype
+        out = self._op_queue.empty(rows, 1)
+        given = (FORMATS[dtype], width, _address(x, dtype), _address(weight, torch.float32))
+        self._op_queue.submit(products_op(rows, *given, out.data_ptr()), weight)
+        return out
 
     def delta_rule(
-        self, inputs: DeltaInputs, weights: DeltaWeights, cache: LayerCache, batch: AttentionBatch
+        self, inputs: DeltaInputs, weights: DeltaWeights, cache: LayerCache, attention: StepAttention
     ) -> torch.Tensor:
         """See `FusedOps.delta_rule`."""
-        return self._others.delta_rule(inputs, weights, cache, batch)
+        values = len(weights.decay) * len(weights.norm)
+        out = self._op_queue.empty(len(inputs.mixed), values, dtype=inputs.mixed.dtype)
+        for rows in attention.once(state_rows):
+            rows.before(cache)
+            self._submit_delta(rows, inputs, weights, cache, out)
+            rows.behind(cache)
+        return out
 
     def mean_squares(self, qkv: torch.Tensor, *, num_heads: int, widths: tuple[int, int]) -> torch.Tensor:
         """See `FusedOps.mean_squares`."""
@@ -185,6 +201,23 @@ class NativeOps:
         op.scratch = self._op_queue.scratch(op)
         self._op_queue.submit(op, router)
         return chosen, shares
+
+    def _submit_delta(
+        self, rows: StateRows, inputs: DeltaInputs, weights: DeltaWeights, cache: LayerCache, out: torch.Tensor
+    ) -> None:
+        """Compute rows of a step. Slots and lengths are read where they are, whenever the operation runs."""
+        (mixed, gates), dtype, part = inputs, out.dtype, slice(rows.begin, rows.end)
+        op = delta_op(len(rows.slots), FORMATS[dtype], rows.num_tokens)
+        op.key_heads, op.value_heads = weights.key_heads, len(weights.decay)
+        op.key_dim, op.value_dim, op.taps = weights.key_dim, len(weights.norm), len(weights.convolution)
+        op.mixed, op.gates, op.y = _address(mixed[part], dtype), _address(gates[part], dtype), out[part].data_ptr()
+        op.convolution, op.norm = _address(weights.convolution, torch.float32), _address(weights.norm, torch.float32)
+        op.decay, op.decay_bias = _address(weights.decay, torch.float32), _address(weights.decay_bias, torch.float32)
+        op.eps = weights.eps
+        op.matrices, op.windows = _address(cache.keys, torch.float32), _address(cache.values, torch.float32)
+        op.slots, op.lengths = rows.slots.ctypes.data, rows.lengths.ctypes.data
+        op.scratch = self._op_queue.scratch(op)
+        self._op_queue.submit(op, rows, weights, cache)
 
     def _norm(self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
         (rows, width), dtype = x.shape, x.dtype

@@ -74,9 +74,8 @@ class DeltaAttention(Attention):
         """Read this rank's slices. Raises ModelError."""
         super().load(checkpoint, dtype=dtype, kernel=kernel, device=device)
         convolution, decay, bias, norm = (_read(checkpoint, parts).to(device) for parts in self._sources)
-        self._weights = DeltaWeights(
-            convolution.squeeze(1), -decay.exp(), bias, norm, self._eps, self._num_heads, self._shape.key_dim
-        )
+        by_tap = convolution.squeeze(1).T.contiguous()
+        self._weights = DeltaWeights(by_tap, -decay.exp(), bias, norm, self._eps, self._num_heads, self._shape.key_dim)
 
     def allocate_cache(
         self,
@@ -91,7 +90,7 @@ class DeltaAttention(Attention):
         shape = self._shape
         value_heads = self._num_heads * shape.group
         matrices = zeros((num_slots, value_heads, shape.key_dim, shape.value_dim), torch.float32)
-        windows = zeros((num_slots, self._num_heads * shape.channels, shape.taps - 1), torch.float32)
+        windows = zeros((num_slots, shape.taps - 1, self._num_heads * shape.channels), torch.float32)
         return LayerCache(matrices, windows, 1)
 
     def of_stream(
@@ -107,7 +106,7 @@ class DeltaAttention(Attention):
             raise RuntimeError("a layer was used before its weights were loaded")
         normed = stream.normed(self._norm)
         inputs = DeltaInputs(self._inputs(normed), self._gates(normed))
-        return self._output(self._ops.delta_rule(inputs, self._weights, cache, attention.batch))
+        return self._output(self._ops.delta_rule(inputs, self._weights, cache, attention))
 
 
 def _sources(shape: DeltaShape, prefix: str, own: UnitRange) -> tuple[list[TensorSlice], ...]:

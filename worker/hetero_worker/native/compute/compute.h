@@ -58,6 +58,9 @@ enum hc_kind {
     HC_SQUARES,
     HC_LATENT,
     HC_HEADS,
+    HC_DELTA,
+    HC_OPEN,
+    HC_PRODUCTS,
     HC_ROTATE,
     HC_ATTEND,
     HC_ATTEND_SPAN,
@@ -214,6 +217,54 @@ typedef struct {
     uint64_t y_head_stride;
     void *scratch;                   /* hc_scratch_bytes of this op */
 } hc_heads_op;
+
+/* The gated delta rule (arXiv:2412.06464): convolution, update of the sequences' states, norm of heads, and gate. op.rows
+ * is the number of sequences, which lie one after another with `tokens` rows each. A sequence that has no more tokens
+ * begins with empty states; others go on with theirs. */
+typedef struct {
+    hc_op op;
+    uint64_t type;            /* of mixed, gates and y */
+    uint64_t tokens;
+    uint64_t key_heads;
+    uint64_t value_heads;     /* a multiple of key_heads: [h * g, (h + 1) * g) have key head h */
+    uint64_t key_dim;
+    uint64_t value_dim;
+    uint64_t taps;            /* of the convolution, at least 1 */
+    const void *mixed;        /* [rows * tokens, q | k | v | z] of all heads each; the first three are channels */
+    const void *gates;        /* [rows * tokens, b | a] of value heads each, before their functions */
+    const float *convolution; /* [taps, channels], the token's own tap last */
+    const float *decay;       /* [value_heads]: states are multiplied by exp(decay * softplus(a + decay_bias)) */
+    const float *decay_bias;  /* [value_heads] */
+    const float *norm;        /* [value_dim] */
+    double eps;
+    float *matrices;          /* [slots, value_heads, key_dim, value_dim] */
+    float *windows;           /* [slots, taps - 1, channels]: the last inputs of the convolution */
+    const int64_t *slots;     /* [rows], no two alike */
+    const int32_t *lengths;   /* [rows]: tokens of a sequence, these included */
+    void *y;                  /* [rows * tokens, value_heads * value_dim] */
+    void *scratch;            /* hc_scratch_bytes of this op */
+} hc_delta_op;
+
+/* x *= sigmoid(gates), which are one a column, or one for the whole row. */
+typedef struct {
+    hc_op op;
+    uint64_t type;       /* of x */
+    uint64_t gates_type;
+    uint64_t columns;
+    uint64_t is_whole;
+    void *x;             /* [rows, columns] */
+    const void *gates;   /* [rows, columns], or [rows] */
+} hc_open_op;
+
+/* y[i] = row i of x times the weights. */
+typedef struct {
+    hc_op op;
+    uint64_t type;       /* of x */
+    uint64_t width;
+    const void *x;       /* [rows, width] */
+    const float *weight; /* [width] */
+    float *y;            /* [rows] */
+} hc_products_op;
 
 /* A paged cache of one layer, and how it is attended to. */
 typedef struct {

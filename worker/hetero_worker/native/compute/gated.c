@@ -5,8 +5,6 @@ extern hc_kernel HC_NAME(gated);
 
 #define PIECE 64 /* columns that are one member's */
 
-V_INLINE vf silu(vf x) { return x / (1.0f + v_exp(-x)); }
-
 /* x/2 (1 + tanh(u)) is x / (1 + e^-2u), with u = sqrt(2/pi) (x + 0.044715 x^3). */
 V_INLINE vf gelu_tanh(vf x) {
     vf inner = v_fma(x * x * 0.044715f, x, x);
@@ -66,7 +64,7 @@ V_INLINE void gate(vf (*activation)(vf), const void *gates, const void *ups, uin
 static void gate_piece(const hc_gated_op *op, const void *gates, const void *ups, uint64_t count, void *y) {
     switch (op->activation) {
     case HC_SILU:
-        V_TYPED(op->type, gate, silu, gates, ups, count, y);
+        V_TYPED(op->type, gate, v_silu, gates, ups, count, y);
         break;
     case HC_GELU_TANH:
         V_TYPED(op->type, gate, gelu_tanh, gates, ups, count, y);

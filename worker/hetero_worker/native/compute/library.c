@@ -1,5 +1,6 @@
 /* What the library says of itself, and which kernels it computes with. */
 #include "choosing.h"
+#include "delta.h"
 #include "experts.h"
 #include "library.h"
 #include "linear.h"
@@ -60,6 +61,8 @@ uint64_t hc_scratch_bytes(const hc_op *op, uint64_t team_size) {
         return hc_linear_scratch((const hc_linear_op *)op, team_size);
     case HC_HEADS:
         return team_size * hc_heads_member_bytes((const hc_heads_op *)op);
+    case HC_DELTA:
+        return team_size * hc_delta_member_bytes((const hc_delta_op *)op);
     case HC_ATTEND:
         return hc_attend_scratch((const hc_attend_op *)op, team_size);
     case HC_ATTEND_SPAN:

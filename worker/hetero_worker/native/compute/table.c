@@ -3,7 +3,7 @@
 
 extern hc_kernel hc_pack; /* compiled once: it moves, and computes nothing */
 extern hc_kernel HC_NAME(linear), HC_NAME(embed), HC_NAME(norm), HC_NAME(gated), HC_NAME(squares), HC_NAME(latent),
-    HC_NAME(heads), HC_NAME(rotate),
+    HC_NAME(heads), HC_NAME(delta), HC_NAME(open), HC_NAME(products), HC_NAME(rotate),
     HC_NAME(attend), HC_NAME(attend_span), HC_NAME(add), HC_NAME(pick), HC_NAME(choose), HC_NAME(step_on),
     HC_NAME(route), HC_NAME(experts);
 extern int HC_NAME(hc_supports)(void);
@@ -21,6 +21,9 @@ const hc_isa_table HC_NAME(hc_table) = {
             [HC_SQUARES] = HC_NAME(squares),
             [HC_LATENT] = HC_NAME(latent),
             [HC_HEADS] = HC_NAME(heads),
+            [HC_DELTA] = HC_NAME(delta),
+            [HC_OPEN] = HC_NAME(open),
+            [HC_PRODUCTS] = HC_NAME(products),
             [HC_ROTATE] = HC_NAME(rotate),
             [HC_ATTEND] = HC_NAME(attend),
             [HC_ATTEND_SPAN] = HC_NAME(attend_span),

@@ -276,6 +276,8 @@ V_INLINE vf v_exp(vf x) {
 #endif
 }
 
+V_INLINE vf v_silu(vf x) { return x / (1.0f + v_exp(-x)); }
+
 /* x by its sign, where |x| is large: 1 - 2 / (e^2|x| + 1); elsewhere x + x^3 q(x^2). */
 V_INLINE vf v_tanh(vf x) {
     const vi sign = v_all_of(INT32_MIN);

@@ -41,8 +41,6 @@ class NativeSteps:
         has_experts = any(layer.experts.size for layer in request.shard_plan.ranks[request.rank].layers)
         if experts is not None and experts.norms is not None and has_experts:
             return ("steps=operator by operator (torch joins sums of experts with norms of their own)",)
-        if any(request.shard_plan.ranks[request.rank].layers[i].kv_heads.size for i in request.config.delta_layers):
-            return ("steps=operator by operator (torch computes the gated delta rule)",)
         in_pieces = exchange is not None and exchange.world_size > 1 and native_exchange_of(exchange) is None
         return (f"steps=recorded{' in pieces (sums and links between ranks break them)' if in_pieces else ''}",)
 
