@@ -29,7 +29,7 @@ _FAMILIES: Final = {
     "Qwen3MoeForCausalLM": "Qwen3-30B-A3B, 235B-A22B, Coder",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 (text)",
-    "Gemma4ForCausalLM": "Gemma 4 31B, 26B-A4B (text)",
+    "Gemma4ForCausalLM": "Gemma 4 31B, 26B-A4B, E4B, E2B (text)",
     "SmolLM3ForCausalLM": "SmolLM3",
     "Glm4ForCausalLM": "GLM-4-0414",
     "Glm4MoeForCausalLM": "GLM-4.5, 4.6, 4.7, Air",
@@ -67,15 +67,22 @@ tries. What is tested beside:
 
 """
 _NOTES: Final = """
-**Kernels.** CPU ranks compute all of these with native kernels, and record steps that only decode, except those of
-Gemma 4 with experts. On GPUs attention is a Triton kernel, except latent attention and that of KV heads of two kinds,
-which torch computes; `Loaded.kernels` says so.
+**Kernels.** CPU ranks compute all of these with native kernels, and record steps that only decode. On GPUs attention is
+a Triton kernel, except latent attention and that of KV heads of two kinds, which torch computes; `Loaded.kernels` says
+so.
 
 **Latent attention** (DeepSeek-V3) caches one vector a token and layer, 576 elements for DeepSeek-V3, on each rank that
 holds heads, and computes with it as it is, in prefill too.
 
 **KV heads of two kinds** (Gemma 4) are dealt in units that all layers have: their largest common divisor, 4 for 31B
 and 2 for 26B-A4B. A layer with more KV heads has several in each unit.
+
+**Layers that read earlier layers' keys and values** (Gemma 4 E4B, E2B) cache nothing, and are counted so. Each rank has
+the same KV heads of such a layer and of the one that it reads. In Layer mode one rank holds all of them: the last 20 of
+E4B's 42 layers, the last 22 of E2B's 35.
+
+**Embeddings of each layer** (Gemma 4 E4B, E2B) are dealt by rows of the vocabulary, as the usual embedding is: 5.6 GB
+of E4B in 16 bits. Ranks with heads sum them once a step, and have all of what makes them a part of the stream.
 
 **Gated delta rule** (Qwen3-Next, Qwen3.5): most layers keep states of each sequence in place of keys and values, 75 MB
 for Qwen3-Next. Ranks hold them for as many sequences as `maxNumSeqs` says, which is counted in their memory, and have
@@ -138,6 +145,7 @@ def _parts(traits: Architecture) -> Collection[str]:
         "norms of values": traits.value_norm,
         "norms of sums": bool(traits.norms.sums),
         "soft caps": traits.final_logit_softcapping is not None,
+        "embeddings of each layer": bool(traits.defaults.get("hidden_size_per_layer_input")),
         "experts": experts is not None,
         "shared experts": experts is not None and (experts.has_shared or bool(experts.shared_intermediate_size)),
         "sigmoid routing": experts is not None and experts.routing.score == "sigmoid",

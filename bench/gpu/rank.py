@@ -203,7 +203,11 @@ class _Rank:
         from hetero_worker.errors import MemoryBudgetError
 
         self._use(order.options)
-        exchange = self._formed.connect(order.plan, batch_invariant=order.options.batch_invariant)
+        exchange = self._formed.connect(
+            order.plan,
+            inputs_everywhere=bool(order.config.layer_input_size),
+            batch_invariant=order.options.batch_invariant,
+        )
         self._runner.attach(exchange)
         try:
             report = self._runner.load(self._request(order))

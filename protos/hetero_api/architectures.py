@@ -124,8 +124,6 @@ class Architecture:
     experts: ExpertTraits | None = None
     expects: Mapping[str, object] = field(default_factory=dict)
     """Fields of config.json that are supported with this value only, if they are there."""
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    """Why some of these fields must have their value."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Values for fields of config.json that are missing and that no switch above is for."""
 
@@ -222,11 +220,6 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
                 experts_sum="post_feedforward_layernorm_2",
             ),
         ),
-        expects={"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
-        reasons={
-            "hidden_size_per_layer_input": "embeddings of each layer, as E2B and E4B have them, are not computed",
-            "num_kv_shared_layers": "layers that read another layer's keys and values are not computed",
-        },
         defaults={
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
@@ -235,6 +228,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
             "sliding_window": 512,
             "query_pre_attn_scalar": 1,
             "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262_144,
             "rope_parameters": {
                 "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
                 "sliding_attention": {"rope_type": "default"},

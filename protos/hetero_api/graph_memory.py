@@ -87,6 +87,7 @@ class GraphMemory:
         kernels = layers * (_LAYER_KERNELS + (_ENDS * _EXCHANGED if num_host_ranks else 0)) + _STEP_KERNELS
         row_bytes = memory.config.hidden_size * memory.element_bytes
         exchanged = layers * (_EXCHANGED + num_host_ranks) * row_bytes if num_host_ranks else 0
+        exchanged += memory.config.layer_inputs_width * memory.element_bytes if num_host_ranks else 0
         place = memory.decode_bytes(shard, sizes[-1]) + _SEGMENT_BYTES
         return cls(
             activations=place,

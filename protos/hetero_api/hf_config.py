@@ -51,7 +51,7 @@ _LARGEST: Final[Mapping[str, int]] = {
     "num_attention_heads": 65_536, "num_key_value_heads": 65_536, "vocab_size": 1 << 24,
     **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"), 65_536),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 65_536), "linear_conv_kernel_dim": 256,
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 65_536),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "hidden_size_per_layer_input"), 65_536),
 }  # fmt: skip
 """Counts by which lists are made, and far more than any model has."""
 _LARGEST_OTHER: Final = 1 << 31
@@ -134,9 +134,7 @@ class HfConfig:
             raise self.error("use_bidirectional_attention is set; only causal attention is supported")
         for name, value in self.traits.expects.items():
             if self.fields.get(name, value) != value:
-                reason = self.traits.reasons.get(name)
-                supported = f"supported: {value!r}" + (f", since {reason}" if reason else "")
-                raise self.error(f"{name} {self.fields[name]!r} is not supported; {supported}")
+                raise self.error(f"{name} {self.fields[name]!r} is not supported; supported: {value!r}")
 
     def stored_weights(self) -> StoredWeights:
         """Return the formats of the safetensors files beside config.json."""
@@ -233,6 +231,38 @@ class HfConfig:
         if fields != (dict.fromkeys(others, first) if first else {}) or first.keys() - known:
             raise self.error(f"per_layer_config must give all {_FULL} layers, and no others, the same {sorted(known)}")
         return first
+
+    def layer_input_size(self) -> int:
+        """Return the elements of the embedding that a token has for each layer; 0: it has none. Raises ModelError."""
+        size = self._whole("hidden_size_per_layer_input", 0, at_least=0)
+        rows, vocabulary = self.fields.get("vocab_size_per_layer_input"), self.positive("vocab_size")
+        if size and rows is not None and rows != vocabulary:
+            raise self.error(
+                f"vocab_size_per_layer_input {shown(rows)} is not supported; supported: vocab_size ({vocabulary}), "
+                "since ranks hold the same rows of both embeddings"
+            )
+        return size
+
+    def kv_readers(self, sliding: SlidingAttention | None) -> tuple[int, bool]:
+        """Return how many of the last layers read keys and values of earlier ones, and whether their MLPs are wider.
+
+        Raises ModelError where no earlier layer is of a reader's kind.
+        """
+        number, name = self.positive("num_hidden_layers"), "num_kv_shared_layers"
+        readers = self._whole(name, 0, at_least=0)
+        if not readers:
+            return 0, False
+        with_window = set(sliding.layers) if sliding is not None else set()
+        kinds = [layer in with_window for layer in range(number)]
+        if not set(kinds[number - readers :]) <= set(kinds[: max(0, number - readers)]):
+            raise self.error(
+                f"{name} ({readers}): the last {readers} of {number} layers read the keys and values of an earlier "
+                "layer with the same kind of attention, and there is none"
+            )
+        is_wide = bool(self.fields.get("use_double_wide_mlp", False))
+        if is_wide and self.experts() is not None:
+            raise self.error("use_double_wide_mlp is set; it is not supported in a model of experts")
+        return readers, is_wide
 
     def latent(self) -> LatentShape | None:
         """Return the shape of latent attention; None where attention is the usual one."""

@@ -85,7 +85,7 @@ class KeptWeights:
         hidden, width, latent = config.hidden_size, config.output_unit, config.latent
         columns = ceil(width * self.layers.column_bytes(hidden, unit=width))
         if latent is None:
-            rows = (1 + config.gated_attention) * config.group_size + 2 * config.kv_heads_a_unit
+            rows = (1 + config.gated_attention) * config.group_size + 2 * config.made_kv_heads
             return rows * config.head_dim * self.layers.row_bytes(hidden) + columns
         queries = latent.query_dim * self.layers.row_bytes(latent.query_rank or hidden)
         by_head = latent.rank * (latent.nope_dim + latent.value_dim) * self._kept(None).float_bytes
@@ -133,9 +133,18 @@ class KeptWeights:
         if (delta := config.delta) is not None:
             inputs, unit = delta.value_heads * delta.value_dim, delta.group * delta.value_dim
             output = max(output, self.layers.row_bytes_beside(inputs, unit=unit))
-        widths = {config.intermediate_size, config.shared_columns}
+        widths = {config.intermediate_size, config.shared_columns, *config.dense_columns.values()}
         down = max(self.layers.row_bytes_beside(width, unit=COLUMN_UNIT) for width in widths)
-        return hidden * (output + down) + self.compressing_bytes(config)
+        return hidden * (output + down) + self.compressing_bytes(config) + self._layer_input_bytes(config)
+
+    def layer_inputs_bytes(self, config: ModelConfig) -> int:
+        """Return the bytes of the projection from a token's embedding to its inputs of all layers."""
+        return config.layer_inputs_width * self.layers.row_bytes(config.hidden_size)
+
+    def _layer_input_bytes(self, config: ModelConfig) -> int:
+        """Return the bytes of what makes a layer's input of its own a part of the residual stream."""
+        size, hidden = config.layer_input_size, config.hidden_size
+        return size * self.layers.row_bytes(hidden) + (hidden * self.layers.row_bytes(size) if size else 0)
 
     def compressing_bytes(self, config: ModelConfig) -> int:
         """Return the bytes of a layer's matrices of attention that belong to no head."""

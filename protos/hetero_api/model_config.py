@@ -104,20 +104,59 @@ class ModelConfig:
     """Whether each value head is normed, without a weight."""
     layer_scalars: bool = False
     """Whether the residual stream behind a layer is multiplied by a stored number."""
+    layer_input_size: int = 0
+    """Elements of the embedding that a token has for each layer, beside its usual one; 0: it has none."""
+    num_kv_readers: int = 0
+    """Last layers, which make no keys and values: they read those of an earlier layer (`kv_layers`)."""
+    wide_readers: bool = False
+    """Whether dense MLPs of these layers have twice as many columns."""
+    makes_kv: bool = True
+    """Whether a layer makes keys and values; see `of_layer`."""
     weights: StoredWeights = FLOAT_WEIGHTS
 
     def of_layer(self, layer: int) -> ModelConfig:
-        """Return the configuration whose KV heads are this layer's, where layers with a window have others."""
-        sliding = self.sliding
-        if sliding is None or sliding.kv is None or layer not in sliding.layers:
-            return self
-        heads, head_dim = sliding.kv
-        return replace(self, kv_heads_a_unit=heads, head_dim=head_dim, keys_are_values=False)
+        """Return the configuration whose KV heads are this layer's, where layers differ in them."""
+        own, sliding = self, self.sliding
+        if sliding is not None and sliding.kv is not None and layer in sliding.layers:
+            heads, head_dim = sliding.kv
+            own = replace(self, kv_heads_a_unit=heads, head_dim=head_dim, keys_are_values=False)
+        if layer < self.num_layers - self.num_kv_readers:
+            return own
+        return replace(own, makes_kv=False, keys_are_values=False)
 
     @property
     def has_kv_kinds(self) -> bool:
         """True if layers with a window have other KV heads than those without."""
         return self.sliding is not None and self.sliding.kv is not None
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layer whose keys and values each layer reads.
+
+        It is the layer itself, or for readers the last of the others with the same window.
+        """
+        windows, first_reader = self.windows, self.num_layers - self.num_kv_readers
+        last_maker = {windows[layer]: layer for layer in range(first_reader)}
+        return tuple(last_maker[window] if i >= first_reader else i for i, window in enumerate(windows))
+
+    @property
+    def first_inseparable(self) -> int:
+        """First of the layers that one rank must hold together if ranks hold whole layers.
+
+        They read one another's keys and values; where none do, it is the last layer.
+        """
+        last = self.num_layers - 1
+        return min(self.kv_layers[self.num_layers - self.num_kv_readers :]) if self.num_kv_readers else last
+
+    @property
+    def made_kv_heads(self) -> int:
+        """KV heads of each unit whose keys and values a layer makes; 0: it reads another layer's."""
+        return self.kv_heads_a_unit if self.makes_kv else 0
+
+    @property
+    def layer_inputs_width(self) -> int:
+        """Elements of the embeddings that a token has for all layers together, beside its usual one."""
+        return self.num_layers * self.layer_input_size
 
     @property
     def group_size(self) -> int:
@@ -155,7 +194,7 @@ class ModelConfig:
         """Return the elements that a rank with so many KV heads of a layer caches for a token."""
         if self.latent is not None:
             return self.head_dim if kv_heads else 0
-        return 2 * kv_heads * self.kv_heads_a_unit * self.head_dim
+        return 2 * kv_heads * self.made_kv_heads * self.head_dim
 
     @property
     def num_experts(self) -> int:
@@ -179,7 +218,15 @@ class ModelConfig:
 
     def mlp_columns(self, layer: int) -> int:
         """Return the MLP columns of a layer that serve all tokens."""
-        return self.shared_columns if layer in self.expert_layers else self.intermediate_size
+        return self.shared_columns if layer in self.expert_layers else self.dense_columns[layer]
+
+    @property
+    def dense_columns(self) -> dict[int, int]:
+        """MLP columns of each layer without experts."""
+        sparse, first_reader = set(self.expert_layers), self.num_layers - self.num_kv_readers
+        wide = self.intermediate_size * (2 if self.wide_readers else 1)
+        dense = (layer for layer in range(self.num_layers) if layer not in sparse)
+        return {layer: wide if layer >= first_reader else self.intermediate_size for layer in dense}
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -202,14 +249,15 @@ class ModelConfig:
     @property
     def attention_params_per_kv_head(self) -> int:
         """Weights of attention, or of what replaces it, that go with one KV head: in one layer, on average."""
-        layers = len(self.attention_layers) * self._attention_params_per_head * self.num_kv_heads
-        return (layers + self._delta_parameters) // (self.num_layers * self.num_kv_heads)
+        read = self.num_kv_readers * 2 * self.kv_heads_a_unit * self.head_dim * self.hidden_size
+        made = len(self.attention_layers) * self._attention_params_per_head - read
+        return (made * self.num_kv_heads + self._delta_parameters) // (self.num_layers * self.num_kv_heads)
 
     @property
     def _attention_params_per_head(self) -> int:
         latent = self.latent
         if latent is None:
-            heads = (2 + self.gated_attention) * self.group_size + 2 * self.kv_heads_a_unit
+            heads = (2 + self.gated_attention) * self.group_size + 2 * self.made_kv_heads
             return self.hidden_size * self.head_dim * heads
         queries = (latent.query_rank or self.hidden_size) * latent.query_dim
         return queries + latent.rank * (latent.nope_dim + latent.value_dim) + self.hidden_size * latent.value_dim
@@ -245,7 +293,15 @@ class ModelConfig:
         norms = len(self.delta_layers) * self._norm_parameters
         layers = attention + self._delta_parameters + norms + self._mlp_parameters
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return layers + embeddings + self.hidden_size
+        return layers + embeddings + self.hidden_size + self._layer_input_parameters
+
+    @property
+    def _layer_input_parameters(self) -> int:
+        """Number of parameters of embeddings for each layer, and of their projections and norms."""
+        size, hidden = self.layer_input_size, self.hidden_size
+        if not size:
+            return 0
+        return self.layer_inputs_width * (self.vocab_size + hidden) + size + self.num_layers * (2 * size + 1) * hidden
 
     @property
     def _norm_parameters(self) -> int:
@@ -268,7 +324,7 @@ class ModelConfig:
         """Number of a layer's biases of attention's inputs, if it has them."""
         if self.latent is None:
             queries = (1 + self.gated_attention) * self.num_heads
-            kv_heads = self.num_kv_heads * self.kv_heads_a_unit
+            kv_heads = self.num_kv_heads * self.made_kv_heads
             return (queries + (1 if self.keys_are_values else 2) * kv_heads) * self.head_dim
         return (self.latent.query_rank or 0) + self.latent.cached_dim
 
@@ -279,16 +335,16 @@ class ModelConfig:
             return (self.latent.query_rank or 0) + self.latent.rank
         if self.qk_norm is None:
             return 0
-        kv_heads = self.num_kv_heads * self.kv_heads_a_unit
-        return self.head_dim * (2 if self.qk_norm == "head" else self.num_heads + kv_heads)
+        kv_heads = self.num_kv_heads * self.made_kv_heads
+        return self.head_dim * (1 + self.makes_kv if self.qk_norm == "head" else self.num_heads + kv_heads)
 
     @property
     def _mlp_parameters(self) -> int:
         """Number of parameters of all layers' MLPs: dense ones, and experts with their routers."""
-        biases = self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        dense = self.mlp_params_per_column * self.intermediate_size + biases
-        number = len(self.expert_layers)
-        return (self.num_layers - number) * dense + number * self._sparse_parameters
+        dense = self.dense_columns
+        columns = sum(dense.values())
+        biases = self.mlp_bias * (2 * columns + len(dense) * self.hidden_size)
+        return self.mlp_params_per_column * columns + biases + len(self.expert_layers) * self._sparse_parameters
 
     @property
     def _sparse_parameters(self) -> int:
@@ -352,6 +408,7 @@ class ModelConfig:
         num_kv_heads, (kv_heads_a_unit, head_dim), sliding = fields.kv_heads(num_kv_heads, head_dim, of=num_heads)
         rope = fields.rope()
         own_dim = sliding.kv.head_dim if sliding is not None and sliding.kv is not None else head_dim
+        num_kv_readers, wide_readers = fields.kv_readers(sliding)
         for dim in (latent.rope_dim,) if latent else (head_dim, own_dim):
             if (rotated := rope.rotary_dim(dim)) % 2 or not rotated:
                 raise fields.error(f"{rotated} elements of a head are rotated, which must be an even number of them")
@@ -397,6 +454,9 @@ class ModelConfig:
             keys_are_values=bool(config.get("attention_k_eq_v", False)) and traits.global_head_dim is not None,
             value_norm=traits.value_norm,
             layer_scalars=traits.layer_scalars,
+            layer_input_size=fields.layer_input_size(),
+            num_kv_readers=num_kv_readers,
+            wide_readers=wide_readers,
             weights=fields.stored_weights(),
         )
 

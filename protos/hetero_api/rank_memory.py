@@ -140,10 +140,10 @@ class ModelMemory:
         heads.
         """
         config = self.config
-        rows = ((1 + config.gated_attention) * config.group_size + 2 * config.kv_heads_a_unit) * config.head_dim
+        rows = ((1 + config.gated_attention) * config.group_size + 2 * config.made_kv_heads) * config.head_dim
         biases = rows if config.qkv_bias and config.latent is None else 0
         sinks = config.group_size * FLOAT_BYTES if config.has_sinks else 0
-        norms = (config.group_size + config.kv_heads_a_unit) * config.head_dim if config.qk_norm else 0
+        norms = (config.group_size + config.made_kv_heads) * config.head_dim if config.qk_norm else 0
         return self.kept.head_bytes(config) + biases * self.element_bytes + norms * self._norm_bytes + sinks
 
     def attention_weights(self, layer: int, kv_heads: int) -> int:
@@ -180,6 +180,7 @@ class ModelMemory:
         """
         config = self.config
         own_norms = 3 if config.experts is not None and config.experts.norms is not None else 0
+        own_norms += bool(config.layer_input_size)
         norms = (2 + len(config.norms.sums) + own_norms) * config.hidden_size * self._norm_bytes
         biases = (config.o_bias + config.mlp_bias) * config.hidden_size
         if (latent := config.latent) is not None:
@@ -219,6 +220,17 @@ class ModelMemory:
         tables = 2 * self.limits.max_model_len * widths * self.element_bytes
         return tables + config.hidden_size * self._norm_bytes
 
+    @property
+    def layer_inputs_weights(self) -> int:
+        """Return the bytes that make inputs of all layers of embeddings, on ranks with heads; 0 for a model without."""
+        return self.kept.layer_inputs_bytes(self.config) + self.config.layer_input_size * self._norm_bytes
+
+    @property
+    def layer_inputs_row(self) -> int:
+        """Return the bytes of one row of the embedding for all layers; 0 for a model without."""
+        width = self.config.layer_inputs_width
+        return self.kept.vocabulary.row_bytes(width) if width else 0
+
     def weight_bytes(self, shard: RankShard, *, packs_head: bool) -> int:
         """At most. `packs_head`: whether a tied output head is kept beside the embedding's rows, as kernels of host
         cores want it."""
@@ -241,8 +253,8 @@ class ModelMemory:
             dense=(columns - shared) * self.column_weights,
             shared=shared * self.column_weights + len(gated) * self.shared_gate_weights,
             experts=sum(layer.experts.size for layer in layers) * self.expert_weights,
-            vocabulary=rows * self.row_weights,
-            other=self.common_weights + norms + routers,
+            vocabulary=rows * self.row_weights + shard.embedding_rows.size * self.layer_inputs_row,
+            other=self.common_weights + norms + routers + bool(shard.kv_heads_total) * self.layer_inputs_weights,
         )
 
     # --- the KV cache -----------------------------------------------------------------------------------
@@ -377,8 +389,8 @@ class ModelMemory:
         return FLOAT_BYTES if self.config.norm_offset else self.element_bytes
 
     def _residual_of(self, rows: int) -> int:
-        """Return the bytes of the residual stream: on every rank."""
-        return 3 * rows * self.config.hidden_size * self.element_bytes
+        """Return the bytes of the residual stream, and of layers' own inputs: on every rank."""
+        return 3 * rows * (self.config.hidden_size + self.config.layer_inputs_width) * self.element_bytes
 
     def _head_of(self, rows: int) -> int:
         """Return the bytes of one KV head of a layer: its queries, keys and values, thrice; or of the key heads of the

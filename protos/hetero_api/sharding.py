@@ -15,7 +15,7 @@ Experts of a layer are dealt in an order of their own (`expert_orders`), so that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final, NamedTuple
@@ -185,10 +185,12 @@ class ShardPlan:
         num_experts: int = 0,
         shared_columns: int = 0,
         expert_layers: Collection[int] = (),
+        wide_layers: Mapping[int, int] | None = None,
     ) -> None:
         """Raise PlanError unless every unit of the model is owned exactly once.
 
-        `expert_layers` have `num_experts` experts and `shared_columns` MLP columns each, the others are dense.
+        `expert_layers` have `num_experts` experts and `shared_columns` MLP columns each, the others are dense and have
+        `mlp_columns`, unless `wide_layers` states their number.
         """
         if not self.ranks:
             raise PlanError("a shard plan needs at least one rank")
@@ -196,7 +198,8 @@ class ShardPlan:
             raise PlanError(f"every rank's shard must list all {num_layers} layers")
         for layer in range(num_layers):
             shards = [shard.layers[layer] for shard in self.ranks]
-            columns, experts = (shared_columns, num_experts) if layer in expert_layers else (mlp_columns, 0)
+            dense = (wide_layers or {}).get(layer, mlp_columns)
+            columns, experts = (shared_columns, num_experts) if layer in expert_layers else (dense, 0)
             _check_cover(f"layer {layer} KV heads", (s.kv_heads for s in shards), num_kv_heads)
             _check_cover(f"layer {layer} MLP columns", (s.mlp_columns for s in shards), columns)
             _check_cover(f"layer {layer} experts", (s.experts for s in shards), experts)
@@ -205,7 +208,7 @@ class ShardPlan:
         _check_cover("output head rows", (shard.head_rows for shard in self.ranks), vocab_size)
 
     def validate_for(self, config: ModelConfig) -> None:
-        """`validate` with a model's numbers."""
+        """`validate` with a model's numbers, and raise PlanError if a layer cannot read another's keys and values."""
         self.validate(
             num_layers=config.num_layers,
             num_kv_heads=config.num_kv_heads,
@@ -214,7 +217,18 @@ class ShardPlan:
             num_experts=config.num_experts,
             shared_columns=config.shared_columns,
             expert_layers=config.expert_layers,
+            wide_layers=config.dense_columns,
         )
+        self._check_readers(config)
+
+    def _check_readers(self, config: ModelConfig) -> None:
+        for layer, source in enumerate(config.kv_layers):
+            if any(shard.layers[layer].kv_heads != shard.layers[source].kv_heads for shard in self.ranks):
+                raise PlanError(
+                    f"layer {layer} KV heads: it reads the keys and values of layer {source}, so each rank must own "
+                    f"the same KV heads of both; use spec.placement.mode Tensor, or keep layers "
+                    f"{config.first_inseparable} to {config.num_layers - 1} on one rank"
+                )
 
     def _check_expert_orders(self, num_layers: int, num_experts: int, expert_layers: Collection[int]) -> None:
         if self.expert_orders and len(self.expert_orders) != num_layers:

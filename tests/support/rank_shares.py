@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -25,13 +25,26 @@ class Shares:
     """In place of columns in layers that have experts."""
 
     def plan_for(self, config: ModelConfig) -> ShardPlan:
-        """The plan of a model with as many units."""
-        return self.plan(config.num_layers, expert_layers=config.expert_layers, shared_columns=config.shared_columns)
+        """The plan of a model with as many units; layers that are wider are dealt in the same ratio."""
+        expert_layers, shared_columns, dense = config.expert_layers, config.shared_columns, config.dense_columns
+        wider = {layer: columns // config.intermediate_size for layer, columns in dense.items()}
+        return self.plan(config.num_layers, expert_layers=expert_layers, shared_columns=shared_columns, wider=wider)
 
-    def plan(self, num_layers: int, *, expert_layers: Collection[int] = (), shared_columns: int = 0) -> ShardPlan:
-        """`shared_columns`: of experts of all tokens; ranks have about the same part of them as of dense columns."""
+    def plan(
+        self,
+        num_layers: int,
+        *,
+        expert_layers: Collection[int] = (),
+        shared_columns: int = 0,
+        wider: Mapping[int, int] | None = None,
+    ) -> ShardPlan:
+        """`shared_columns`: of experts of all tokens; ranks have about the same part of them as of dense columns.
+
+        `wider`: factor of the columns of layers that have more.
+        """
         layers = [
-            self._layer(i, has_experts=i in expert_layers, shared_columns=shared_columns) for i in range(num_layers)
+            self._layer(i, has_experts=i in expert_layers, shared_columns=shared_columns, times=(wider or {}).get(i, 1))
+            for i in range(num_layers)
         ]
         head = ranges_of_counts(self.vocab_rows)
         embedding = ranges_of_counts(self.embedding_rows or self.vocab_rows)
@@ -42,10 +55,10 @@ class Shares:
             )
         )
 
-    def _layer(self, layer: int, *, has_experts: bool, shared_columns: int) -> list[LayerShard]:
+    def _layer(self, layer: int, *, has_experts: bool, shared_columns: int, times: int) -> list[LayerShard]:
         """In rank order."""
         nothing = (0,) * len(self.vocab_rows)
-        columns = _of_layer(self.mlp_columns, layer)
+        columns = tuple(times * count for count in _of_layer(self.mlp_columns, layer))
         if has_experts:
             ends = [sum(columns[: rank + 1]) * shared_columns // sum(columns) for rank in range(len(columns))]
             columns = tuple(end - begin for begin, end in pairwise([0, *ends]))

@@ -37,6 +37,9 @@ _GEMMA4: dict[str, Any] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
     },
 }  # fmt: skip
+_GEMMA4_INPUTS: dict[str, Any] = {
+    **_GEMMA4, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": VOCAB_SIZE,
+}  # fmt: skip
 # Heads' outputs may be tiny before their norm, which multiplies rounding: with the usual eps and weights of 0.3 float32
 # is up to 2e-3 from float64 in transformers' own class.
 _QWEN3_5: dict[str, Any] = {
@@ -174,6 +177,19 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "gemma4-values": (
         "gemma4_text",
         {**_GEMMA4, "num_key_value_heads": 8, "head_dim": 12, "global_head_dim": 8, "attention_bias": True},
+    ),
+    "gemma4-inputs": ("gemma4_text", {**_GEMMA4_INPUTS, "num_key_value_heads": 8}),
+    "gemma4-readers": (
+        "gemma4_text",
+        {
+            **_GEMMA4_INPUTS,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 8,
+        },
     ),
     "gemma4-moe": (
         "gemma4_text",

@@ -213,7 +213,8 @@ class CostModel:
             for (attention, columns, experts), times in layers.items()
         )
         rows = shard.head_rows.size + (0 if config.tie_word_embeddings else shard.embedding_rows.size)
-        return int(total) + rows * kept.vocabulary.row_bytes(hidden)
+        inputs = kept.vocabulary.row_bytes(config.layer_inputs_width) if config.layer_input_size else 0
+        return int(total) + rows * kept.vocabulary.row_bytes(hidden) + shard.embedding_rows.size * inputs
 
     def moved_bytes(self, plan: ShardPlan, step: Step) -> float:
         """Bytes of activations that a step's exchanges hand over."""
@@ -257,9 +258,12 @@ class CostModel:
         return self.exchange.there_s(stage.leader, missing, self.hidden_bytes(rows)) if missing else 0.0
 
     def _embedding_s(self, view: PlanView, step: Step) -> float:
-        """Return the seconds of the round that sums embeddings, if several ranks need or have them."""
-        ranks = sorted({*view.embedding_owners, *view.stages[0].holders})
-        return self.exchange.among(ranks, self.hidden_bytes(step.rows))
+        """Return the seconds of the rounds that sum embeddings, if several ranks need or have them."""
+        width = self.config.layer_inputs_width
+        needing = view.stages if width else view.stages[:1]
+        ranks = sorted({*view.embedding_owners, *(rank for stage in needing for rank in stage.holders)})
+        inputs = self.exchange.among(ranks, step.rows * width * self.element_bytes) if width else 0.0
+        return self.exchange.among(ranks, self.hidden_bytes(step.rows)) + inputs
 
     def _head_s(self, view: PlanView, step: Step) -> float:
         """From the last layer to the drawn tokens; 0 for a step that draws nothing."""

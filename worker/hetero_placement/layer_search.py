@@ -9,14 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, pairwise, permutations
+from typing import Final
 
 from hetero_api.sharding import ShardPlan
 from hetero_placement.cost_model import CostModel
 from hetero_placement.memory_model import MemoryModel
 from hetero_placement.part_costs import PartCosts
 from hetero_placement.search import EXHAUSTIVE, SAME, every_deal, moved
-from hetero_placement.shard_plans import UNIT, largest_remainder, plan_of_layers, shard_of_layers
+from hetero_placement.shard_plans import UNIT, largest_remainder, num_apart, plan_of_layers, shard_of_layers
 from hetero_placement.steps import Repeated, Step, micro_batches
+
+_APART: Final = 1 << 60
+"""More bytes than any rank can be over."""
 
 
 class LayerSearch:
@@ -39,6 +43,7 @@ class LayerSearch:
         self._exhaustive = exhaustive
         self._world = len(model.hardware.ranks)
         self._layers = model.config.num_layers
+        self._first_inseparable = model.config.first_inseparable
         self._class_of = {r: number for number, alike in enumerate(model.hardware.classes()) for r in alike}
         self._until_of: dict[tuple[int, Step, bool], list[float]] = {}
         self._need_of: dict[tuple[int, int, int], int] = {}
@@ -144,8 +149,8 @@ class LayerSearch:
         return attention + mlp + experts
 
     def _excess(self, counts: Sequence[int]) -> int:
-        """Bytes by which ranks are over, together."""
-        over, begin = 0, 0
+        """Bytes by which ranks are over, together; far more for each layer that is apart from others it belongs to."""
+        over, begin = _APART * num_apart(counts, first_inseparable=self._first_inseparable), 0
         for rank, count in enumerate(counts):
             if count:
                 over += max(0, self._need(rank, begin, begin + count) - self._model.hardware.ranks[rank].memory_bytes)

@@ -94,12 +94,17 @@ def plan_within_layers(
 ) -> ShardPlan:
     """Every layer split alike: how many KV heads, MLP columns of a dense layer, experts and vocabulary rows a rank.
 
-    `shared`: MLP columns of shared experts; None: they go with the KV heads.
+    Layers with several times as many columns are split in the same ratio. `shared`: MLP columns of shared experts;
+    None: they go with the KV heads.
     """
-    dense = _shards(heads, columns, [0] * len(heads))
+    nothing = [0] * len(heads)
+    times_wider = {layer: number // config.intermediate_size for layer, number in config.dense_columns.items()}
+    dense = {
+        times: _shards(heads, [times * count for count in columns], nothing) for times in set(times_wider.values())
+    }
     sparse = _shards(heads, shared_columns_of(config, heads) if shared is None else shared, experts)
     expert_layers = set(config.expert_layers)
-    layers = [sparse if layer in expert_layers else dense for layer in range(config.num_layers)]
+    layers = [sparse if layer in expert_layers else dense[times_wider[layer]] for layer in range(config.num_layers)]
     return ShardPlan(
         tuple(
             RankShard(tuple(layer[rank] for layer in layers), embedding_rows=part, head_rows=part)
@@ -120,6 +125,11 @@ def shared_columns_of(config: ModelConfig, heads: Sequence[int]) -> list[int]:
 def most_ranks(config: ModelConfig) -> int:
     """How many ranks can each have a part of a layer."""
     return config.num_kv_heads + (config.num_experts or units_of(config.intermediate_size))
+
+
+def most_layer_ranks(config: ModelConfig) -> int:
+    """Return how many ranks can each have whole layers."""
+    return config.first_inseparable + 1
 
 
 def too_many_ranks(number: int, units: str) -> str:
@@ -174,7 +184,20 @@ def _deal_in_units(total: int, weights: Sequence[Weight]) -> list[int]:
 
 def deal_layers(config: ModelConfig, *, cores: Sequence[int], shares: PlacementShares) -> ShardPlan:
     """By shares, one weight a rank, or by `cores`; a rank may get nothing. Raises PlanError when shares do not fit."""
-    return plan_of_layers(config, largest_remainder(config.num_layers, shares_of_layers(shares) or cores))
+    counts = largest_remainder(config.num_layers, shares_of_layers(shares) or cores)
+    first, last = config.first_inseparable, config.num_layers - 1
+    if num_apart(counts, first_inseparable=first):
+        raise PlanError(
+            f"spec.placement.shares: layers {first} to {last} read one another's keys and values, so one rank must "
+            f"hold them; give the last rank that holds layers a share of {last - first + 1} of {last + 1} at least"
+        )
+    return plan_of_layers(config, counts)
+
+
+def num_apart(counts: Sequence[int], *, first_inseparable: int) -> int:
+    """Return how many of the layers that must be on one rank are not, with so many layers a rank, in rank order."""
+    of_last = next(count for count in reversed(counts) if count)
+    return max(0, sum(counts) - of_last - first_inseparable)
 
 
 def plan_of_layers(config: ModelConfig, counts: Sequence[int]) -> ShardPlan:
@@ -205,7 +228,9 @@ def shard_of_layers(config: ModelConfig, begin: int, end: int) -> RankShard:
 
 def describe_layers(config: ModelConfig) -> str:
     """Return the layers that can be dealt, for a message."""
-    return f"{config.num_layers} layers, each whole on one rank"
+    together = config.num_layers - config.first_inseparable
+    kept = f", the last {together} together, since they read one another's keys and values" if together > 1 else ""
+    return f"{config.num_layers} layers, each whole on one rank{kept}"
 
 
 def shares_of_layers(shares: PlacementShares) -> Sequence[float] | None:

@@ -38,6 +38,7 @@ from hetero_placement.shard_plans import (
     describe_units,
     in_units,
     largest_remainder,
+    most_layer_ranks,
     most_ranks,
     too_many_ranks,
     units_of,
@@ -219,7 +220,7 @@ class _Solver:
             exhaustive=self._exhaustive,
         )  # fmt: skip
         plan = search.plan()
-        too_many = self._mode == PlacementMode.LAYER and len(self._all) > self._config.num_layers
+        too_many = self._mode == PlacementMode.LAYER and len(self._all) > most_layer_ranks(self._config)
         problem = too_many_ranks(len(self._all), describe_layers(self._config)) if too_many else ""
         found = self._judged(plan) if plan is not None else None
         return self._option(LAYER, PlacementMode.LAYER, found, self._all, problem=problem)

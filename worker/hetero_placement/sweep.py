@@ -8,9 +8,11 @@ was searched for, may lie a little above it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
 from hetero_api.spec import PlacementShares, WorkloadSpec
@@ -120,16 +122,22 @@ def sweep(
 
     def curve(title: str, plan_of: Callable[[float], ShardPlan]) -> Curve:
         found = {}
-        for plan in dict.fromkeys(plan_of(i / (points - 1)) for i in range(points)):
+        for plan in dict.fromkeys(_plans(plan_of, points)):
             weights = model.weight_bytes(plan)
             share = sum(weights[rank] for rank in side) / sum(weights)
             prediction = model.predict(plan, workload, bounds)
             found[share] = SweepPoint(share, prediction.decode_tokens_per_s, not memory.problem(plan))
         return Curve(title, tuple(found[share] for share in sorted(found)))
 
-    return Sweep(
-        name, side, tuple(curve(title, plan_of) for title, plan_of in _ways(config, hardware, side, bool(gpus)))
-    )
+    curves = (curve(title, plan_of) for title, plan_of in _ways(config, hardware, side, bool(gpus)))
+    return Sweep(name, side, tuple(drawn for drawn in curves if drawn.points))
+
+
+def _plans(plan_of: Callable[[float], ShardPlan], points: int) -> Iterator[ShardPlan]:
+    """Yield the plans of evenly spaced shares, but for those that the model does not allow."""
+    for i in range(points):
+        with suppress(PlanError):
+            yield plan_of(i / (points - 1))
 
 
 def _ways(

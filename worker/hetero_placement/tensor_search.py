@@ -156,8 +156,8 @@ class TensorSearch:
     def _wide(self, *, experts: bool) -> Component:
         """Return the component of MLP columns or of experts."""
         config, model, roles = self._config, self._model, self._roles
-        num_sparse = len(config.expert_layers)
-        num_layers = num_sparse if experts else config.num_layers - num_sparse
+        wide = sum(config.dense_columns.values()) / config.intermediate_size
+        num_layers = len(config.expert_layers) if experts else wide
         dense_units = units_of(config.intermediate_size) if num_layers else 0
         place = WidePlace(roles.holders, lends=bool(roles.helpers), experts=experts)
 

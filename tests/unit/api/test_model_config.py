@@ -173,6 +173,21 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         25_233_141_790,
     ),
+    "gemma-4-E2B": (
+        {
+            "architectures": ["Gemma4ForCausalLM"], "hidden_size": 1536, "intermediate_size": 6144,
+            "num_hidden_layers": 35, "num_key_value_heads": 1, "num_kv_shared_layers": 20, "use_double_wide_mlp": True,
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        },
+        4_628_569_379,
+    ),
+    "gemma-4-E4B": (
+        {
+            "architectures": ["Gemma4ForCausalLM"], "hidden_size": 2560, "intermediate_size": 10240,
+            "num_hidden_layers": 42, "num_key_value_heads": 2, "num_kv_shared_layers": 18,
+        },
+        7_463_013_418,
+    ),
     "gpt-oss-20b": (
         {
             "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64,
@@ -344,10 +359,26 @@ QWEN3_5: dict[str, Any] = {
             },
             "mlp_layer_types must list dense or sparse for each of the 30 layers",
         ),
-        ({"architectures": ["Gemma4ForCausalLM"]}, "hidden_size_per_layer_input 256 is not supported; .*E2B and E4B"),
         (
-            {"architectures": ["Gemma4ForCausalLM"], "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 10},
-            "num_kv_shared_layers 10 is not supported; supported: 0, since layers that read",
+            {"architectures": ["Gemma4ForCausalLM"]},
+            r"vocab_size_per_layer_input 262144 is not supported; supported: vocab_size \(49152\)",
+        ),
+        (
+            {"architectures": ["Gemma4ForCausalLM"], "vocab_size": 262_144, "num_kv_shared_layers": 28},
+            r"num_kv_shared_layers \(28\): the last 28 of 30 layers read .* and there is none",
+        ),
+        (
+            {
+                "architectures": ["Gemma4ForCausalLM"],
+                "vocab_size": 262_144,
+                "num_kv_shared_layers": 10,
+                "use_double_wide_mlp": True,
+                "enable_moe_block": True,
+                "num_experts": 4,
+                "top_k_experts": 2,
+                "moe_intermediate_size": 8,
+            },
+            "use_double_wide_mlp is set; it is not supported in a model of experts",
         ),
         (
             {

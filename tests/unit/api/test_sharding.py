@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_api.errors import PlanError
+from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import NO_UNITS as NO
 from hetero_api.sharding import LayerShard, RankShard, ShardPlan, Stage, UnitRange, ranges_of_counts
 
@@ -120,6 +121,37 @@ def test_a_layer_is_dense_or_has_experts() -> None:
         validate(sparse, num_experts=4, expert_layers=())
     with pytest.raises(PlanError, match="layer 0 MLP columns: 8 of 0 are owned"):
         validate(dense, num_experts=4, expert_layers=(0,))
+
+
+def test_layers_that_read_others_keys_and_values_are_with_them() -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = ModelConfig.from_hf(
+        {
+            "architectures": ["Gemma4ForCausalLM"], "hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "vocab_size": 16, "max_position_embeddings": 64, "num_hidden_layers": 6,
+            "layer_types": ["full_attention", "sliding_attention", *kinds], "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 0, "use_double_wide_mlp": True,
+        }
+    )  # fmt: skip
+    assert config.kv_layers == (0, 1, 2, 3, 2, 3)
+
+    def plan(*heads_of_first: int) -> ShardPlan:
+        """Rank 0 has so many KV heads of each layer, and all else of the layers of which it has heads."""
+        ranks: list[list[LayerShard]] = [[], []]
+        for layer, heads in enumerate(heads_of_first):
+            columns = config.mlp_columns(layer) if heads else 0
+            ranks[0].append(LayerShard(UnitRange(0, heads), UnitRange(0, columns)))
+            ranks[1].append(LayerShard(UnitRange(heads, 2), UnitRange(columns, config.mlp_columns(layer))))
+        rows = UnitRange(0, 16), UnitRange(16, 16)
+        return ShardPlan(tuple(RankShard(tuple(own), part, part) for own, part in zip(ranks, rows, strict=True)))
+
+    assert [config.mlp_columns(layer) for layer in (3, 4)] == [8, 16]
+    for allowed in ((1,) * 6, (2, 2, 0, 0, 0, 0), (2, 0, 0, 0, 0, 0), (2, 2, 1, 0, 1, 0)):
+        plan(*allowed).validate_for(config)
+    for refused, layer, source in (((2, 2, 2, 0, 0, 0), 4, 2), ((1, 1, 1, 1, 1, 0), 5, 3)):
+        message = f"layer {layer} KV heads: it reads the keys and values of layer {source}, .*keep layers 2 to 5"
+        with pytest.raises(PlanError, match=message):
+            plan(*refused).validate_for(config)
 
 
 @pytest.mark.parametrize(("embedding", "head", "what"), [(15, 16, "embedding rows"), (16, 15, "output head rows")])

@@ -107,6 +107,29 @@ def test_gates(ops: NativeOps, activation: Activation, columns: int, dtype: torc
     assert_close(ops.gated(gate_up, activation), PLAIN_OPS.gated(gate_up.double(), activation))
 
 
+@each_type
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_gates_of_what_lies_elsewhere(ops: NativeOps, columns: int, dtype: torch.dtype) -> None:
+    gates, wide = randn(3, columns, dtype=dtype), randn(3, 3 * columns, seed=1, dtype=dtype)
+    up = wide[:, columns : 2 * columns]
+    together = torch.cat([gates, up], dim=1)
+    assert torch.equal(ops.gated(gates, "gelu_tanh", up), ops.gated(together, "gelu_tanh"))
+    with pytest.raises(ValueError, match=r"rows of torch.* side by side"):
+        ops.gated(gates, "gelu_tanh", randn(columns + 1, 3, dtype=dtype).T[:, :columns])
+
+
+@each_type
+@pytest.mark.parametrize("width", WIDTHS)
+def test_two_stand_side_by_side_and_are_taken_apart(ops: NativeOps, width: int, dtype: torch.dtype) -> None:
+    first, second = randn(3, width, dtype=dtype), randn(3, width, seed=1, dtype=dtype)
+    for pair in ((first, second), (first, None), (None, second)):
+        joined = ops.beside(*pair)
+        assert torch.equal(joined, PLAIN_OPS.beside(*pair))
+        assert all(map(torch.equal, ops.halves(joined), PLAIN_OPS.halves(joined)))
+    with pytest.raises(ValueError, match="one of two tensors"):
+        ops.beside(None, None)
+
+
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_gates_far_from_zero(ops: NativeOps, activation: Activation) -> None:
     gates = torch.tensor([[-1e30, -500.0, -104.0, -88.5, -87.2, -20.0, -0.0, 0.0, 1e-30, 20.0, 88.5, 500.0, 1e30]])

@@ -89,6 +89,8 @@ def test_gates(columns: int, activation: Activation, dtype: torch.dtype) -> None
     gate_up = randn(TOKENS, 2 * columns, dtype=dtype)
     assert_close(OPS.gated(gate_up, activation), PLAIN_OPS.gated(gate_up, activation))
     assert_rows_alone(lambda rows: OPS.gated(rows, activation), gate_up)
+    gates, up = gate_up.chunk(2, dim=1)
+    assert torch.equal(OPS.gated(gates, activation, up), OPS.gated(gate_up, activation))
 
 
 @pytest.mark.parametrize("activation", get_args(Activation))

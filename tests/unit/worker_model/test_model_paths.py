@@ -40,8 +40,10 @@ STATEFUL = ("qwen3-next-odd", "qwen3.5", "qwen3.5-moe")
 """Variants with layers that keep a state of each sequence."""
 VARIANTS = (
     "mixtral-window", "qwen3-moe-some-dense", "gemma2", "gemma3", "smollm3-window", "glm4-moe-grouped", "gpt-oss",
-    "minimax-m2", "deepseek-v3", "gemma4-moe", *STATEFUL,
+    "minimax-m2", "deepseek-v3", "gemma4-moe", "gemma4-readers", *STATEFUL,
 )  # fmt: skip
+IN_STAGES = tuple("gemma4-inputs" if variant == "gemma4-readers" else variant for variant in VARIANTS)
+"""Layers that read other layers' keys and values are on the same rank as these."""
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -111,6 +113,7 @@ def test_a_mixed_batch_and_a_recomputed_sequence(builder: PlanBuilder, checkpoin
     _check(builder.run(), builder, checkpoint)
 
 
+@pytest.mark.parametrize("checkpoint", IN_STAGES, indirect=True)
 @pytest.mark.parametrize("layout", STAGES)
 @pytest.mark.parametrize("num_parts", [1, 3])
 def test_layers_on_different_ranks_compute_the_same(checkpoint: TinyCheckpoint, layout: str, num_parts: int) -> None:
@@ -120,6 +123,19 @@ def test_layers_on_different_ranks_compute_the_same(checkpoint: TinyCheckpoint, 
     sequence = stages.start(prompt)
     for count in (7, 1, 5):
         begin = sequence.computed
+        got = stages.logits((sequence, count))
+        assert (got - expected[begin : begin + count]).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_layers_that_read_others_keys_and_values_compute_beside_them(tmp_path: Path, num_parts: int) -> None:
+    kinds = ["sliding_attention", "full_attention"] * 3
+    checkpoint = save_tiny("gemma4-readers", tmp_path, num_hidden_layers=6, layer_types=kinds)
+    stages = Stages.load(checkpoint.directory, layers_on(0, 0, 1, 1, 1, 1, world_size=2), num_parts=num_parts)
+    assert [cache is not None for cache in stages.caches[1]] == [False, False, True, True, False, False]
+    prompt = _prompt(13)
+    expected, sequence = checkpoint.logits(prompt), stages.start(prompt)
+    for begin, count in ((0, 7), (7, 1), (8, 5)):
         got = stages.logits((sequence, count))
         assert (got - expected[begin : begin + count]).abs().max() <= TOLERANCE
 

@@ -38,7 +38,8 @@ STAGES = Shares(
     kv_heads=((8, 0), (3, 5), (0, 8)), mlp_columns=((50, 0), (20, 30), (0, 50)), vocab_rows=(192, 8),
     experts=((6, 0), (2, 4), (0, 6)),
 )  # fmt: skip
-EXPERTS = ("mixtral", "qwen3-moe-some-dense", "glm4-moe-grouped", "gpt-oss", "minimax-m2", "deepseek-v3")
+PLAIN = ("glm4", "smollm3", "deepseek-v3-dense", "gemma4", "gemma4-readers")
+EXPERTS = ("mixtral", "qwen3-moe-some-dense", "glm4-moe-grouped", "gpt-oss", "minimax-m2", "deepseek-v3", "gemma4-moe")
 """Models of experts, with every rule of routing."""
 STATEFUL = ("qwen3-next-odd", "qwen3.5", "qwen3.5-moe")
 """Models with layers that keep a state of each sequence."""
@@ -47,8 +48,7 @@ LAYOUTS = {"one": ONE, "uneven": UNEVEN, "no part": NO_PART, "helped": HELPED, "
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyCheckpoint]:
-    dense = "llama-biased", "qwen3", "gemma2", "gemma3", "gemma4", "glm4", "smollm3", "deepseek-v3-dense"
-    variants = (*dense, *EXPERTS, *STATEFUL)
+    variants = "llama-biased", "qwen3", "gemma2", "gemma3", *PLAIN, *EXPERTS, *STATEFUL
     return {variant: save_tiny(variant, tmp_path_factory.mktemp(variant)) for variant in variants}
 
 
@@ -110,12 +110,12 @@ BFLOAT16_WAYS += [("no part", "native", "bfloat16"), ("helped", "native", "bfloa
 SOME_WAYS = [("one", "native", "float32"), ("uneven", "native", "float32"), ("uneven", "native", "bfloat16")]
 CASES = [(variant, *way) for variant in ("llama-biased", "qwen3", "gemma3") for way in (*WAYS, *BFLOAT16_WAYS)]
 CASES += [("qwen3", layout, "tcp", "float32") for layout in ("uneven", "helped", "stages")]
-CASES += [(variant, *way) for variant in ("glm4", "smollm3", "deepseek-v3-dense", "gemma4") for way in SOME_WAYS]
+CASES += [(variant, *way) for variant in PLAIN for way in SOME_WAYS]
 CASES += [(variant, *way) for variant in EXPERTS for way in SOME_WAYS]
 CASES += [(variant, *way) for variant in STATEFUL for way in SOME_WAYS]
 CASES += [
     (variant, layout, "native", "float32")
-    for variant in ("deepseek-v3", "qwen3.5-moe")
+    for variant in ("deepseek-v3", "qwen3.5-moe", "gemma4-moe")
     for layout in ("no part", "helped", "stages")
 ]
 

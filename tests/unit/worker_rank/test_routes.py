@@ -52,6 +52,21 @@ def test_ranks_that_have_the_states_already_are_not_sent_them() -> None:
     assert hops(plan) == [Link(0, 0, (1,)), None, Link(2, 1, (0,))]
 
 
+def test_holders_of_all_stages_sum_embeddings_if_layers_have_inputs_of_their_own() -> None:
+    shares = Shares(
+        kv_heads=((8, 0, 0, 0), (0, 8, 0, 0), (0, 0, 8, 0)),
+        mlp_columns=((50, 0, 0, 0), (0, 50, 0, 0), (0, 0, 25, 25)),
+        vocab_rows=(0, 0, 200, 0),
+        embedding_rows=(200, 0, 0, 0),
+    )
+    plan = shares.plan(3)
+    assert input_ranks(plan) == (0,)
+    assert input_ranks(plan, inputs_everywhere=True) == (0, 1, 2)
+    assert routes_of(plan, inputs_everywhere=True).subgroups == ((0, 1, 2),)
+    assert routes_of(plan, 2, inputs_everywhere=True).subgroups == ((0, 2),)
+    assert device_routes_of(plan, 2, inputs_everywhere=True).subgroups == ((0, 1),)
+
+
 def test_two_hops_between_the_same_ranks_are_two_links() -> None:
     turns = ((8, 0), (0, 8), (8, 0), (0, 8))
     columns = tuple((heads and 50, other and 50) for heads, other in turns)

@@ -27,6 +27,7 @@ from hetero_placement.shard_plans import (
     deal_within_layers,
     describe_layers,
     describe_units,
+    most_layer_ranks,
     most_ranks,
     too_many_ranks,
 )
@@ -193,7 +194,7 @@ def _check_number(spec: HeteroInferenceSpec, config: ModelConfig) -> None:
     """Raise PlanError when there are too many ranks. The solver would find that too, but only once all have joined."""
     limits = {
         PlacementMode.TENSOR: (most_ranks(config), describe_units(config)),
-        PlacementMode.LAYER: (config.num_layers, describe_layers(config)),
+        PlacementMode.LAYER: (most_layer_ranks(config), describe_layers(config)),
     }
     limit, units = limits.get(spec.placement.mode, (spec.world_size, ""))
     if spec.world_size > limit:

@@ -139,16 +139,19 @@ class GroupCoordinator:
         self.meet()
         return result
 
-    def connect(self, plan: ShardPlan, *, batch_invariant: bool = False) -> Exchange:
+    def connect(self, plan: ShardPlan, *, inputs_everywhere: bool = False, batch_invariant: bool = False) -> Exchange:
         """Return the exchange of a decoder with this plan, and of the sampler. Collective over all ranks, in one order.
 
+        `inputs_everywhere`: all stages need embeddings, as for `input_ranks`.
         `batch_invariant`: sums among GPU ranks are in rank order, too, as those on the host always are. May be called
         again with another plan; that closes the exchange before. Costs a segment or process groups for what this plan
         needs and no earlier plan had; nothing for a group of one. Raises ExchangeError, on every rank.
         """
         num_gpu_ranks = self._request.num_gpu_ranks
-        devices = device_routes_of(plan, num_gpu_ranks) if num_gpu_ranks else NO_ROUTES
-        return self.connect_routes(routes_of(plan, num_gpu_ranks), devices, batch_invariant=batch_invariant)
+        routes, devices = routes_of(plan, num_gpu_ranks, inputs_everywhere=inputs_everywhere), NO_ROUTES
+        if num_gpu_ranks:
+            devices = device_routes_of(plan, num_gpu_ranks, inputs_everywhere=inputs_everywhere)
+        return self.connect_routes(routes, devices, batch_invariant=batch_invariant)
 
     def connect_routes(
         self, routes: Routes, device_routes: Routes = NO_ROUTES, *, batch_invariant: bool = False

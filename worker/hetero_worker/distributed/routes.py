@@ -3,7 +3,7 @@
 There are three kinds:
 
 * the ranks that hold a stage's residual stream sum in a *subgroup*, and so do the ranks that hold the embedding
-  together with the first stage's holders;
+  together with the first stage's holders, or all stages' if layers have inputs of their own;
 * between stages hidden states travel over a *hop*: a link from the leader of one stage to those holders of the next
   that do not have them yet, at last to the ranks of the output head;
 * a stage's leader *lends* its helpers the hidden states of each layer over one link, and each helper *returns* its
@@ -66,17 +66,23 @@ class HelperLinks:
     """From each helper to the leader, in rank order."""
 
 
-def routes_of(plan: ShardPlan, num_gpu_ranks: int = 0) -> Routes:
-    """Return all subgroups and links of the host that a decoder with this plan uses."""
-    groups = (host_part(ranks, num_gpu_ranks) for ranks in _sum_groups(plan))
+def routes_of(plan: ShardPlan, num_gpu_ranks: int = 0, *, inputs_everywhere: bool = False) -> Routes:
+    """Return all subgroups and links of the host that a decoder with this plan uses.
+
+    `inputs_everywhere`: all stages need embeddings, as for `input_ranks`.
+    """
+    groups = (host_part(ranks, num_gpu_ranks) for ranks in _sum_groups(plan, inputs_everywhere))
     useful = (ranks for ranks in groups if 1 < len(ranks) < plan.world_size)
     links = tuple(link for link in _links(plan) if not is_device_link(link, num_gpu_ranks))
     return Routes(tuple(dict.fromkeys(useful)), links)
 
 
-def device_routes_of(plan: ShardPlan, num_gpu_ranks: int) -> Routes:
-    """Return all subgroups and links of GPU ranks' devices; the subgroup of all GPU ranks is included if it is used."""
-    groups = (device_part(ranks, num_gpu_ranks) for ranks in _sum_groups(plan))
+def device_routes_of(plan: ShardPlan, num_gpu_ranks: int, *, inputs_everywhere: bool = False) -> Routes:
+    """Return all subgroups and links of GPU ranks' devices; the subgroup of all GPU ranks is included if it is used.
+
+    `inputs_everywhere`: as for `routes_of`.
+    """
+    groups = (device_part(ranks, num_gpu_ranks) for ranks in _sum_groups(plan, inputs_everywhere))
     links = tuple(link for link in _links(plan) if is_device_link(link, num_gpu_ranks))
     return Routes(tuple(dict.fromkeys(ranks for ranks in groups if len(ranks) > 1)), links)
 
@@ -96,9 +102,13 @@ def is_device_link(link: Link, num_gpu_ranks: int) -> bool:
     return link.ranks[-1] < num_gpu_ranks
 
 
-def input_ranks(plan: ShardPlan) -> Ranks:
-    """Return the ranks that sum embeddings: those that hold rows, and the first stage's holders, which need the sum."""
-    return tuple(sorted({*plan.embedding_owners(), *plan.stages()[0].holders}))
+def input_ranks(plan: ShardPlan, *, inputs_everywhere: bool = False) -> Ranks:
+    """Return the ranks that sum embeddings: those that hold rows, and the first stage's holders, which need the sum.
+
+    `inputs_everywhere`: the holders of all stages need it.
+    """
+    needing = plan.stages() if inputs_everywhere else plan.stages()[:1]
+    return tuple(sorted({*plan.embedding_owners(), *(rank for stage in needing for rank in stage.holders)}))
 
 
 def hops(plan: ShardPlan) -> list[Link | None]:
@@ -118,8 +128,8 @@ def helper_links(plan: ShardPlan) -> list[HelperLinks | None]:
     return [made.get((stage.leader, stage.helpers)) for stage in stages]
 
 
-def _sum_groups(plan: ShardPlan) -> list[Ranks]:
-    return [input_ranks(plan), *(stage.holders for stage in plan.stages())]
+def _sum_groups(plan: ShardPlan, inputs_everywhere: bool) -> list[Ranks]:
+    return [input_ranks(plan, inputs_everywhere=inputs_everywhere), *(stage.holders for stage in plan.stages())]
 
 
 def _links(plan: ShardPlan) -> list[Link]:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
-from torch.nn import functional as F
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import UnitRange
@@ -141,13 +140,15 @@ class Attention(ABC):
 class SelfAttention(Attention):
     """norm → fused qkv → head norms → rotation → cache and attention → output projection.
 
-    Some models multiply what was attended by the sigmoid of gates, which are made of the normed input.
+    Some models multiply what was attended by the sigmoid of gates, which are made of the normed input. Layers that make
+    no keys and values read those that another layer has written to its cache.
     """
 
     def __init__(
         self, config: ModelConfig, layer: int, heads: UnitRange, *, adds_bias: bool, ops: FusedOps = PLAIN_OPS
     ) -> None:
         config = config.of_layer(layer)
+        self._makes_kv = config.makes_kv
         rule = AttentionRule(config.attention_scale, config.windows[layer], config.attention_soft_cap)
         cached_heads = heads.size * config.kv_heads_a_unit
         super().__init__(config, layer, rule, cached_heads=cached_heads, cached_dim=config.head_dim, ops=ops)
@@ -202,14 +203,13 @@ class SelfAttention(Attention):
         normed = stream.normed(self._norm)
         qkv = self._qkv(normed)
         by_head = qkv.view(len(qkv), -1, self._head_dim)
-        query = self._ops.rotate_and_write(
-            by_head,
-            rotation,
-            num_heads=self._num_heads,
-            norms=self._norms_of(by_head, sum_over_ranks),
-            cache=cache,
-            slots=attention.slot_mapping,
-        )
+        heads, norms = self._num_heads, self._norms_of(by_head, sum_over_ranks)
+        if self._makes_kv:
+            query = self._ops.rotate_and_write(
+                by_head, rotation, num_heads=heads, norms=norms, cache=cache, slots=attention.slot_mapping
+            )
+        else:
+            query = self._ops.rotate(by_head, rotation, num_heads=heads, norms=norms).query
         attended = attention.attend_written(query, cache, self._rule)
         return self._output(attended if self._gate is None else self._ops.opened(attended, self._gate(normed)))
 
@@ -241,7 +241,7 @@ class GatedMlp:
     ) -> None:
         """`norm`: of the input, if it is shared with other parts."""
         prefix, width = mlp_prefix(config, layer), config.mlp_columns(layer)
-        self._room_beside = config.mlp_sum_width - config.hidden_size
+        self._adds_apart = config.mlp_sum_width > config.hidden_size
         self._activation = config.activation
         self._ops = ops
         self._norm = norm or mlp_norm(config, layer, ops)
@@ -291,7 +291,7 @@ class GatedMlp:
     def of_stream(self, stream: ResidualStream) -> torch.Tensor:
         """Return the partial sum [tokens, hidden] of the residual stream, with zeros for experts that add up apart."""
         partial = self.of_normed(stream.normed(self._norm))
-        return partial if not self._room_beside else F.pad(partial, (0, self._room_beside))
+        return self._ops.beside(partial, None) if self._adds_apart else partial
 
     def apart(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the partial sum [tokens, hidden] of hidden states, by the norm of this part alone."""

@@ -25,6 +25,7 @@ from hetero_worker.layers.packing import floats_dtype, pack_in_place, pack_quant
 from hetero_worker.memory.streams import HOST
 
 EMBEDDING = "model.embed_tokens.weight"
+OF_LAYERS = "model.embed_tokens_per_layer.weight"
 HEAD = "lm_head.weight"
 _COMPARED_ROWS = 8
 
@@ -43,12 +44,14 @@ class _FloatRows:
 class ShardedEmbedding:
     """Lookup of the rows that this rank holds. Not usable before `load`."""
 
-    def __init__(self, config: ModelConfig, rows: UnitRange) -> None:
-        self._source = _vocabulary_slice(config, EMBEDDING, rows)
+    def __init__(self, config: ModelConfig, rows: UnitRange, *, of_layers: bool = False) -> None:
+        """`of_layers`: the embedding that tokens have for all layers, not the usual one."""
+        name, width = (OF_LAYERS, config.layer_inputs_width) if of_layers else (EMBEDDING, config.hidden_size)
+        self._source = _vocabulary_slice(config, name, rows, width)
         self._stored = config.weights
         self._rows = rows
         self._is_whole = rows.size == config.vocab_size
-        self._scale = config.embedding_scale
+        self._scale = config.layer_input_size**0.5 if of_layers else config.embedding_scale
         self._scale_in_type = 1.0
         self._packed: PackedWeight | None = None
         self._table: _FloatRows | QuantizedRows | PackedWeight = _FloatRows(torch.empty(0), torch.float32)
@@ -160,7 +163,7 @@ class OutputHead:
         self, config: ModelConfig, rows: UnitRange, *, embedding_rows: UnitRange, ops: FusedOps = PLAIN_OPS
     ) -> None:
         tied = config.tie_word_embeddings
-        self._source = source = _vocabulary_slice(config, EMBEDDING if tied else HEAD, rows)
+        self._source = source = _vocabulary_slice(config, EMBEDDING if tied else HEAD, rows, config.hidden_size)
         stored = replace(config.weights, layers=config.weights.vocabulary)
         self._linear = ShardedLinear([source], stored=stored)
         self._shares_rows = tied and rows == embedding_rows
@@ -224,6 +227,6 @@ def _check_tied(checkpoint: Checkpoint, rows: TensorSlice) -> None:
         )
 
 
-def _vocabulary_slice(config: ModelConfig, name: str, rows: UnitRange) -> TensorSlice:
-    shape = config.vocab_size, config.hidden_size
+def _vocabulary_slice(config: ModelConfig, name: str, rows: UnitRange, width: int) -> TensorSlice:
+    shape = config.vocab_size, width
     return TensorSlice(name, shape, rows=rows, quantize_to=config.weights.at_load.vocabulary)

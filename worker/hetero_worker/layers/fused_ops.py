@@ -92,8 +92,19 @@ class FusedOps(Protocol):
         """Return an uninitialised tensor [rows, width]."""
         ...
 
-    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """Return activation(gate) · up, new [rows, columns], of [rows, gate | up]."""
+    def gated(self, gate_up: torch.Tensor, activation: Activation, up: torch.Tensor | None = None) -> torch.Tensor:
+        """Return activation(gate) · up, new [rows, columns], of [rows, gate | up].
+
+        If `up` [rows, columns] is given, whose rows may have any stride, it is of gates [rows, columns] and of it.
+        """
+        ...
+
+    def beside(self, first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor:
+        """Return [rows, first | second], new, of two [rows, width]; one may be None, for zeros."""
+        ...
+
+    def halves(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both halves of the columns of [rows, 2 · width], new and contiguous [rows, width] each."""
         ...
 
     def opened(self, x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
@@ -115,6 +126,12 @@ class FusedOps(Protocol):
 
         `qkv` is that of `rotate_and_write`; `widths` are the elements of all ranks' query and key heads.
         """
+        ...
+
+    def rotate(
+        self, qkv: torch.Tensor, rotation: Rotation, *, num_heads: int, norms: HeadWeights | None
+    ) -> RotatedHeads:
+        """Norm (if `norms` is given) and rotate query and key heads; `qkv`, which may change, as `rotate_and_write`."""
         ...
 
     def rotate_and_write(
@@ -185,6 +202,16 @@ class TorchOps(ABC):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `FusedOps.rms_norm`."""
 
+    def beside(self, first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor:
+        """See `FusedOps.beside`."""
+        nothing = torch.zeros_like(either(first, second))
+        return torch.cat([nothing if part is None else part for part in (first, second)], dim=1)
+
+    def halves(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `FusedOps.halves`."""
+        first, second = x.chunk(2, dim=1)
+        return first.contiguous(), second.contiguous()
+
     def delta_rule(
         self, inputs: DeltaInputs, weights: DeltaWeights, cache: LayerCache, attention: StepAttention
     ) -> torch.Tensor:
@@ -212,7 +239,7 @@ class TorchOps(ABC):
     def rotate(
         self, qkv: torch.Tensor, rotation: Rotation, *, num_heads: int, norms: HeadWeights | None
     ) -> RotatedHeads:
-        """Norm (if `norms` is given) and rotate the query and key heads; `qkv` as for `rotate_and_write`."""
+        """See `FusedOps.rotate`."""
 
     def rotate_and_write(
         self,
@@ -254,9 +281,9 @@ class PlainOps(TorchOps):
         """See `FusedOps.add_rms_norm`."""
         return self.rms_norm(residual.add_(delta), weight, eps)
 
-    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    def gated(self, gate_up: torch.Tensor, activation: Activation, up: torch.Tensor | None = None) -> torch.Tensor:
         """See `FusedOps.gated`."""
-        gate, up = gate_up.chunk(2, dim=1)
+        gate, up = gate_up.chunk(2, dim=1) if up is None else (gate_up, up)
         match activation:
             case "silu":
                 return F.silu(gate).mul_(up)
@@ -314,6 +341,14 @@ def each_head(factors: torch.Tensor, num_heads: int, num_rotating: int) -> torch
     """Return [tokens, num_rotating, 1]: the first of [tokens, 2] for query heads, the second for key heads."""
     is_key = torch.arange(num_rotating, device=factors.device) >= num_heads
     return factors[:, is_key.long()].unsqueeze(2)
+
+
+def either(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor:
+    """Return the first tensor, or the second if it is None. Raises ValueError if both are."""
+    given = first if first is not None else second
+    if given is None:
+        raise ValueError("one of two tensors that are to stand side by side must be given")
+    return given
 
 
 PLAIN_OPS: Final = PlainOps()

@@ -61,10 +61,11 @@ class InvariantOps(TorchOps):
         """See `FusedOps.add_rms_norm`."""
         return self.rms_norm(residual.add_(delta), weight, eps)
 
-    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    def gated(self, gate_up: torch.Tensor, activation: Activation, up: torch.Tensor | None = None) -> torch.Tensor:
         """See `FusedOps.gated`."""
-        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        return in_slices(lambda rows: self._gated(gate_up[rows], activation), out)
+        gates, ups = gate_up.chunk(2, dim=1) if up is None else (gate_up, up)
+        out = gates.new_empty(gates.shape)
+        return in_slices(lambda rows: self._gated(gates[rows].float(), ups[rows].float(), activation), out)
 
     def opened(self, x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """See `FusedOps.opened`."""
@@ -112,8 +113,7 @@ class InvariantOps(TorchOps):
         """See `FusedOps.capped`."""
         return in_slices(lambda rows: self.tanh(logits[rows] / soft_cap).mul_(soft_cap), logits)
 
-    def _gated(self, rows: torch.Tensor, activation: Activation) -> torch.Tensor:
-        gate, up = rows.float().chunk(2, dim=1)
+    def _gated(self, gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
         match activation:
             case "silu":
                 return (gate / self.exp(-gate).add_(1)).mul_(up)

@@ -173,15 +173,15 @@ class JoinedWeights(PackedWeight):
 
 
 def qkv_linear(config: ModelConfig, prefix: str, heads: UnitRange) -> ShardedLinear:
-    """Return the fused q, k and v projection of the KV heads `heads` and their query heads; output [q | k | v]."""
+    """Return the fused q, k and v projection of the KV heads `heads` and their query heads; output [q | k | v].
+
+    Layers that read another's keys and values have q only.
+    """
     unit = config.kv_heads_a_unit * config.head_dim
     key, width = heads.scaled(unit), config.num_kv_heads * unit
     values = "k_proj" if config.keys_are_values else "v_proj"
-    parts = [
-        *_query_rows(config, prefix, heads),
-        _Rows(f"{prefix}.k_proj", width, key, config.head_order),
-        _Rows(f"{prefix}.{values}", width, key),
-    ]
+    made = [_Rows(f"{prefix}.k_proj", width, key, config.head_order), _Rows(f"{prefix}.{values}", width, key)]
+    parts = [*_query_rows(config, prefix, heads), *(made if config.makes_kv else ())]
     return _column_parallel(parts, config=config, bias=config.qkv_bias)
 
 
@@ -268,6 +268,11 @@ def compressing_linear(config: ModelConfig, name: str, height: int, order: RowOr
     """Return a whole projection of latent attention, to so many elements, that all ranks with heads have."""
     rows = _Rows(name, height, UnitRange(0, height), order)
     return _column_parallel([rows], config=config, bias=config.qkv_bias)
+
+
+def whole_linear(config: ModelConfig, name: str, height: int, *, width: int | None = None) -> ShardedLinear:
+    """Return a whole projection of `width` elements, None: of hidden states, to `height`, without a bias."""
+    return _column_parallel([_Rows(name, height, UnitRange(0, height))], config=config, bias=False, width=width)
 
 
 def gate_up_linear(config: ModelConfig, prefix: str, width: int, columns: UnitRange) -> ShardedLinear:

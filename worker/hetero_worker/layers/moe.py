@@ -178,15 +178,12 @@ class ExpertMlp:
 
     def _two_sums(self, normed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return [tokens, 2 · hidden]: the partial sum of the expert of all tokens, then of the others."""
-        partial = hidden.new_zeros(len(hidden), 2 * hidden.shape[1])
-        of_all, of_experts = partial.chunk(2, dim=1)
-        if self._shared is not None:
-            of_all.copy_(self._shared.apart(hidden))
-        if self._joined is None:
-            self._add_one_by_one(of_experts, normed, hidden)
-        else:
-            of_experts.copy_(self._joined(normed, *self._router(hidden)))
-        return partial
+        of_all = None if self._shared is None else self._shared.apart(hidden)
+        if self._joined is not None:
+            return self._ops.beside(of_all, self._joined(normed, *self._router(hidden)))
+        of_experts = torch.zeros_like(hidden)
+        self._add_one_by_one(of_experts, normed, hidden)
+        return self._ops.beside(of_all, of_experts)
 
     def _add_one_by_one(self, total: torch.Tensor, normed: torch.Tensor, hidden: torch.Tensor) -> None:
         """Add this rank's experts to `total` [tokens, hidden], each for the tokens that chose it."""

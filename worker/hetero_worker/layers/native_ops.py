@@ -23,6 +23,7 @@ from hetero_worker.layers.fused_ops import (
     LatentNorm,
     LatentWrite,
     RotatedHeads,
+    either,
     kv_heads_of,
 )
 from hetero_worker.layers.rotary import Rotation
@@ -92,14 +93,42 @@ class NativeOps:
         """See `FusedOps.empty`."""
         return self._op_queue.empty(rows, width, dtype=dtype)
 
-    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """See `FusedOps.gated`."""
-        rows, columns, dtype = len(gate_up), gate_up.shape[1] // 2, gate_up.dtype
+    def gated(self, gate_up: torch.Tensor, activation: Activation, up: torch.Tensor | None = None) -> torch.Tensor:
+        """See `FusedOps.gated`. Raises ValueError for an `up` of another type, or whose elements lie apart."""
+        (rows, width), dtype = gate_up.shape, gate_up.dtype
+        columns = width // 2 if up is None else width
         out = self._op_queue.empty(rows, columns, dtype=dtype)
         given = (FORMATS[dtype], ACTIVATIONS[activation], columns, _address(gate_up, dtype))
         op = gated_op(rows, *given, out.data_ptr(), SWIGLU_ALPHA, SWIGLU_LIMIT)
+        if up is not None:
+            op.up, op.up_stride = _address_of_rows(up, dtype), up.stride(0)
         self._op_queue.submit(op)
         return out
+
+    def beside(self, first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor:
+        """See `FusedOps.beside`. Raises ValueError if both are None."""
+        given = either(first, second)
+        (rows, width), dtype = given.shape, given.dtype
+        out = self._op_queue.empty(rows, 2 * width, dtype=dtype)
+        for part, half in zip((first, second), out.chunk(2, dim=1), strict=True):
+            self._copy(0 if part is None else _address(part, dtype), half, to_stride=2 * width)
+        return out
+
+    def halves(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `FusedOps.halves`."""
+        (rows, width), dtype = x.shape, x.dtype
+        given = _address(x, dtype)
+        first, second = (self._op_queue.empty(rows, width // 2, dtype=dtype) for _ in range(2))
+        self._copy(given, first, from_stride=width)
+        self._copy(given + width // 2 * x.itemsize, second, from_stride=width)
+        return first, second
+
+    def _copy(self, x: int, y: torch.Tensor, *, from_stride: int = 0, to_stride: int = 0) -> None:
+        """Copy rows at an address, or zeros if it is 0, to those of `y`; strides are in elements, 0: y's width."""
+        op = pick_op(len(y), y.shape[1] * y.itemsize)
+        op.x, op.y = x, y.data_ptr()
+        op.x_stride, op.y_stride = from_stride * y.itemsize, to_stride * y.itemsize
+        self._op_queue.submit(op)
 
     def opened(self, x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """See `FusedOps.opened`."""
@@ -261,4 +290,11 @@ def _address(tensor: torch.Tensor, dtype: torch.dtype) -> int:
     if tensor.dtype != dtype or not tensor.is_contiguous():
         contiguity = "contiguous" if tensor.is_contiguous() else "not contiguous"
         raise ValueError(f"native kernels take contiguous tensors of {dtype}, not one of {tensor.dtype}, {contiguity}")
+    return tensor.data_ptr()
+
+
+def _address_of_rows(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    """Return where the rows lie. Raises ValueError if they are of another type, or their elements lie apart."""
+    if tensor.dtype != dtype or tensor.stride(1) != 1:
+        raise ValueError(f"native kernels take rows of {dtype} side by side, not {tensor.dtype}, {tensor.stride()}")
     return tensor.data_ptr()

@@ -76,9 +76,8 @@ class HeadNorms:
         self.widths = config.num_heads * dim, config.num_kv_heads * unit * dim
         """Elements of all ranks' query and key heads."""
         self._sources: dict[TensorSlice, int] = {}
-        for name, width, own in zip(
-            ("q", "k"), self.widths, (heads.scaled(config.group_size), heads.scaled(unit)), strict=True
-        ):
+        owned = (heads.scaled(config.group_size), *([heads.scaled(unit)] if config.makes_kv else ()))
+        for name, width, own in zip(("q", "k"), self.widths, owned, strict=False):
             if self.over_all_heads:
                 part = TensorSlice(f"{prefix}.{name}_norm.weight", (width,), rows=own.scaled(dim), order=order)
             else:
@@ -87,7 +86,7 @@ class HeadNorms:
         self._head_dim = dim
         self._eps = config.rms_norm_eps
         self._offset = config.norm_offset
-        self._with_values = config.value_norm
+        self._with_values = config.value_norm and config.makes_kv
         self._weight = torch.empty(0)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:

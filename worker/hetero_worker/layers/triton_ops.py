@@ -12,7 +12,7 @@ from hetero_worker.kernels.matmul import linear
 from hetero_worker.kernels.norms import add_rms_norm, rms_norm
 from hetero_worker.kernels.rotary import CacheWrite, HeadNorms, rotate_and_write
 from hetero_worker.kernels.routing import router_logits
-from hetero_worker.layers.fused_ops import HeadWeights, PlainOps, kv_heads_of
+from hetero_worker.layers.fused_ops import HeadWeights, PlainOps, RotatedHeads, kv_heads_of
 from hetero_worker.layers.invariant_ops import InvariantOps
 from hetero_worker.layers.linear_kernels import HeadsByRow, LinearKernel, PackedHeads, PackedWeight
 from hetero_worker.layers.rotary import Rotation
@@ -36,9 +36,9 @@ class TritonOps(PlainOps):
         """See `FusedOps.add_rms_norm`."""
         return add_rms_norm(residual, delta, weight, eps)
 
-    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """See `FusedOps.gated`."""
-        return activations.gated(gate_up, activation)
+    def gated(self, gate_up: torch.Tensor, activation: Activation, up: torch.Tensor | None = None) -> torch.Tensor:
+        """See `FusedOps.gated`; there is no kernel for an `up` that lies elsewhere."""
+        return activations.gated(gate_up, activation) if up is None else super().gated(gate_up, activation, up)
 
     def rotate_and_write(
         self,
@@ -81,6 +81,18 @@ class InvariantTritonOps(TritonOps):
     def __init__(self) -> None:
         super().__init__()
         self._by_element = InvariantOps(exp=torch.exp, tanh=torch.tanh)
+
+    def gated(self, gate_up: torch.Tensor, activation: Activation, up: torch.Tensor | None = None) -> torch.Tensor:
+        """See `FusedOps.gated`."""
+        if up is None:
+            return super().gated(gate_up, activation)
+        return self._by_element.gated(gate_up, activation, up)
+
+    def rotate(
+        self, qkv: torch.Tensor, rotation: Rotation, *, num_heads: int, norms: HeadWeights | None
+    ) -> RotatedHeads:
+        """See `FusedOps.rotate`."""
+        return self._by_element.rotate(qkv, rotation, num_heads=num_heads, norms=norms)
 
     def capped(self, logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
         """See `FusedOps.capped`."""

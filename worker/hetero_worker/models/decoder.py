@@ -36,6 +36,7 @@ from hetero_worker.layers.rotary import RotaryTables
 from hetero_worker.memory.huge_pages import empty_on_huge_pages
 from hetero_worker.memory.streams import HOST
 from hetero_worker.models.decoder_layer import DecoderLayer
+from hetero_worker.models.layer_inputs import LayerInputs
 from hetero_worker.models.lending import Lending
 from hetero_worker.models.micro_batches import CountParts, MicroBatch, best_number, micro_batches
 from hetero_worker.models.pipeline import Pipeline
@@ -87,7 +88,8 @@ class Decoder:
         self._rank = rank
         self._skipped: frozenset[int] = frozenset()
         self._embedding_owners = plan.embedding_owners()
-        self._input_ranks = input_ranks(plan)
+        self._input_ranks = input_ranks(plan, inputs_everywhere=bool(config.layer_input_size))
+        self._kv_layers = config.kv_layers
         self._pipeline = Pipeline(plan, rank=rank)
         self._helper_links = dict(zip(plan.stages(), helper_links(plan), strict=True))
         self._layers = [DecoderLayer(config, plan, layer=i, rank=rank, ops=ops) for i in range(config.num_layers)]
@@ -95,6 +97,8 @@ class Decoder:
             config.ropes, head_dims=config.rotary_widths, max_length=max_length, dtype=dtype, device=device
         )
         self._embedding: ShardedEmbedding | None = None
+        self._layer_embedding: ShardedEmbedding | None = None
+        self._layer_inputs: LayerInputs | None = None
         self._head: OutputHead | None = None
         self._norm = RmsNorm(
             "model.norm.weight", width=config.hidden_size, eps=config.rms_norm_eps, offset=config.norm_offset, ops=ops
@@ -102,22 +106,27 @@ class Decoder:
         shard = plan.ranks[rank]
         if shard.embedding_rows.size:
             self._embedding = ShardedEmbedding(config, shard.embedding_rows)
+            if config.layer_input_size:
+                self._layer_embedding = ShardedEmbedding(config, shard.embedding_rows, of_layers=True)
+        if shard.kv_heads_total and config.layer_input_size:
+            self._layer_inputs = LayerInputs(config, ops)
         if shard.head_rows.size:
             self._head = OutputHead(config, shard.head_rows, embedding_rows=shard.embedding_rows, ops=ops)
 
     def weight_bytes(self, kernel: LinearKernel) -> int:
         """Return the most bytes that the loaded weights take, rotary tables included."""
         count = sum(layer.weight_bytes(self._dtype, kernel) for layer in self._layers)
-        if self._embedding is not None:
-            count += self._embedding.weight_bytes(self._dtype, kernel)
+        beside = self._embedding, self._layer_embedding, self._layer_inputs
+        count += sum(part.weight_bytes(self._dtype, kernel) for part in beside if part is not None)
         if self._head is not None:
             count += self._head.weight_bytes(self._dtype, kernel) + self._norm.weight_bytes(self._dtype)
         return count + self._rotary.num_bytes
 
     def load(self, checkpoint: Checkpoint, kernel: LinearKernel) -> None:
         """Read this rank's slices. Raises ModelError."""
-        if self._embedding is not None:
-            self._embedding.load(checkpoint, dtype=self._dtype, kernel=kernel, device=self.device)
+        for part in (self._embedding, self._layer_embedding, self._layer_inputs):
+            if part is not None:
+                part.load(checkpoint, dtype=self._dtype, kernel=kernel, device=self.device)
         if self._head is not None:
             self._head.load(checkpoint, self._embedding, dtype=self._dtype, kernel=kernel, device=self.device)
             self._norm.load(checkpoint, dtype=self._dtype, device=self.device)
@@ -132,19 +141,20 @@ class Decoder:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of this rank's loaded weights, except weights that a kernel has packed in its own layout."""
-        parts = (self._embedding, self._head, self._norm, self._rotary, *self._layers)
+        inputs = self._layer_embedding, self._layer_inputs
+        parts = (self._embedding, *inputs, self._head, self._norm, self._rotary, *self._layers)
         return [tensor for part in parts if part is not None for tensor in part.tensors]
 
     def allocate_caches(
         self, *, num_blocks: int, block_size: int, num_slots: int = 1, zeros: Zeros = empty_on_huge_pages
     ) -> list[LayerCache | None]:
-        """Return one cache per layer; None if this rank holds no heads of the layer, or steps skip it.
+        """Return one cache per layer; None if this rank caches nothing of the layer, or steps skip it.
 
         `num_slots`: sequences that may have states at once. `zeros`: as for `LayerCache.allocate`.
         """
         return [
             None
-            if layer.attention is None or i in self._skipped
+            if layer.attention is None or i in self._skipped or self._kv_layers[i] != i
             else layer.attention.allocate_cache(
                 num_blocks=num_blocks, block_size=block_size, num_slots=num_slots, dtype=self._cache_dtype, zeros=zeros
             )
@@ -162,8 +172,9 @@ class Decoder:
         """
         number = self._count_parts(len(step.token_ids), self._pipeline.num_stages)
         batches = micro_batches(step.attention, number)
-        hidden = self._embed(step.token_ids, exchange)
-        compute = partial(self._compute, positions=step.positions, caches=caches, exchange=exchange)
+        hidden = self._look_up(self._embedding, step.token_ids, self._config.hidden_size, exchange)
+        inputs = self._inputs(step.token_ids, hidden, exchange)
+        compute = partial(self._compute, positions=step.positions, inputs=inputs, caches=caches, exchange=exchange)
         self._pipeline.run(hidden, batches, compute, exchange=exchange)
         if step.logit_rows is not None:
             hidden = self.ops.pick(hidden, step.logit_rows)
@@ -180,15 +191,16 @@ class Decoder:
         return self._head(self._norm(hidden))
 
     def shallow(self) -> Decoder:
-        """Return a decoder on the same weights with only one layer of each kind.
+        """Return a decoder on the same weights with only one layer of each kind, and those whose cache these read.
 
         Its steps take as much memory as this decoder's, and little time; their results are meaningless.
         """
         first_of: dict[object, int] = {}
         for i, layer in enumerate(self._layers):
             first_of.setdefault(layer.kind, i)
+        kept = {*first_of.values(), *(self._kv_layers[i] for i in first_of.values())}
         shallow = copy.copy(self)
-        shallow._skipped = frozenset(range(len(self._layers))) - frozenset(first_of.values())
+        shallow._skipped = frozenset(range(len(self._layers))) - kept
         return shallow
 
     @property
@@ -211,16 +223,28 @@ class Decoder:
         """Free memory that is kept from step to step."""
         self._backend.release()
 
-    def _embed(self, token_ids: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-        """Return embeddings [tokens, hidden] on the first stage's holders; on other ranks, memory without meaning."""
-        if self._embedding is not None:
-            hidden = self._embedding(token_ids)
+    def _look_up(
+        self, table: ShardedEmbedding | None, token_ids: torch.Tensor, width: int, exchange: Exchange
+    ) -> torch.Tensor:
+        """Return embeddings [tokens, width] on ranks that need them; on other ranks, memory without meaning.
+
+        `table`: this rank's rows of them; None: it has none.
+        """
+        if table is not None:
+            found = table(token_ids)
         else:
-            width = self._config.hidden_size
-            hidden = self.ops.empty(len(token_ids), width, dtype=self._dtype, device=self.device)
+            found = self.ops.empty(len(token_ids), width, dtype=self._dtype, device=self.device)
         if self._rank in self._input_ranks and len(self._input_ranks) > 1:
-            exchange.among(self._input_ranks).all_reduce(hidden, self._embedding_owners)
-        return hidden
+            exchange.among(self._input_ranks).all_reduce(found, self._embedding_owners)
+        return found
+
+    def _inputs(self, token_ids: torch.Tensor, hidden: torch.Tensor, exchange: Exchange) -> torch.Tensor | None:
+        """Return the inputs that layers have of their own, for embeddings [tokens, hidden]; None if they have none."""
+        width = self._config.layer_inputs_width
+        if not width or self._rank not in self._input_ranks:
+            return None
+        found = self._look_up(self._layer_embedding, token_ids, width, exchange)
+        return None if self._layer_inputs is None else self._layer_inputs(found, hidden)
 
     def _compute(
         self,
@@ -229,6 +253,7 @@ class Decoder:
         hidden: torch.Tensor,
         *,
         positions: torch.Tensor,
+        inputs: torch.Tensor | None,
         caches: Sequence[LayerCache | None],
         exchange: Exchange,
     ) -> None:
@@ -241,8 +266,12 @@ class Decoder:
         lending = self._lending(stage, exchange)
         peers = exchange.among(stage.holders)
         stream = ResidualStream(hidden, self.ops)
+        own = None if inputs is None else inputs[batch.begin : batch.end]
         for i in self._computed(stage):
-            self._layers[i](stream, rotations[i], attention=attention, cache=caches[i], exchange=peers, lending=lending)
+            cache = caches[self._kv_layers[i]]
+            self._layers[i](
+                stream, rotations[i], attention=attention, cache=cache, exchange=peers, lending=lending, inputs=own
+            )
         stream.settle()
 
     def _help(self, stage: Stage, like: torch.Tensor, exchange: Exchange) -> None:

@@ -22,6 +22,7 @@ from hetero_worker.layers.norm import ResidualStream, RmsNorm
 from hetero_worker.layers.rotary import Rotation
 from hetero_worker.memory.streams import HOST
 from hetero_worker.models.delta_attention import DeltaAttention
+from hetero_worker.models.layer_inputs import LayerInput
 from hetero_worker.models.lending import Lending
 
 
@@ -59,6 +60,9 @@ class DecoderLayer:
             if config.experts is not None and config.experts.norms is not None and layer in config.expert_layers:
                 names = config.experts.norms.shared_sum, config.experts.norms.experts_sum
                 self._norms_apart = tuple(layer_norm(config, layer, name, ops) for name in names)
+        self._input: LayerInput | None = None
+        if shard.kv_heads.size and config.layer_input_size:
+            self._input = LayerInput(config, layer, ops)
         self._mlp_sum_width = config.mlp_sum_width
         self._scalar_source = TensorSlice(f"model.layers.{layer}.layer_scalar", (1,)) if config.layer_scalars else None
         self._scalar = 1.0
@@ -69,6 +73,10 @@ class DecoderLayer:
         return tuple(part for part in (self.attention, self.mlp) if part is not None)
 
     @property
+    def _weighted(self) -> tuple[Attention | GatedMlp | ExpertMlp | LayerInput, ...]:
+        return self.parts if self._input is None else (*self.parts, self._input)
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """Key that is equal for layers whose steps take the same memory."""
         window = self.attention.window if self.attention is not None else None
@@ -76,19 +84,19 @@ class DecoderLayer:
 
     def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
         """Return the most bytes that the loaded weights take; `kernel` None: in the arithmetic type."""
-        parts = sum(part.weight_bytes(dtype, kernel) for part in self.parts)
+        parts = sum(part.weight_bytes(dtype, kernel) for part in self._weighted)
         return parts + sum(norm.weight_bytes(dtype) for norm in (*self._sum_norms, *self._norms_apart))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of the loaded weights, except those that a kernel has packed."""
-        return [tensor for part in (*self.parts, *self._sum_norms, *self._norms_apart) for tensor in part.tensors]
+        return [tensor for part in (*self._weighted, *self._sum_norms, *self._norms_apart) for tensor in part.tensors]
 
     def load(
         self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
     ) -> None:
         """Read the rank's slices. Raises ModelError."""
-        for part in self.parts:
+        for part in self._weighted:
             part.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
         for norm in (*self._sum_norms, *self._norms_apart):
             norm.load(checkpoint, dtype=dtype, device=device)
@@ -106,10 +114,12 @@ class DecoderLayer:
         cache: LayerCache | None,
         exchange: SumExchange,
         lending: Lending | None = None,
+        inputs: torch.Tensor | None = None,
     ) -> None:
         """Add the layer's two halves to the residual stream, on a holder. The next norm adds the second half.
 
-        `exchange` is that of the layer's holders; `lending` is the leader's end if it has helpers, else None.
+        `exchange` is that of the layer's holders; `lending` is the leader's end if it has helpers, else None. `inputs`
+        [tokens, layers · layer_input_size] are those that layers have of their own.
         """
         partial = None
         if self.attention is not None and cache is not None:
@@ -122,6 +132,8 @@ class DecoderLayer:
         else:
             partial = self.mlp.of_stream(stream) if self.mlp is not None else None
         self._add(stream, partial, 1, self._mlp_contributors, exchange)
+        if self._input is not None and inputs is not None:
+            stream.add(self._input(stream.settle(), inputs))
         if self._scalar != 1.0:
             stream.scale(self._scalar)
 
@@ -146,7 +158,7 @@ class DecoderLayer:
         """Return [tokens, hidden] of a half's sum over ranks; experts that add up apart have norms of their own."""
         if total.shape[1] == hidden_size:
             return total
-        of_all, of_experts = total[:, :hidden_size].contiguous(), total[:, hidden_size:].contiguous()
+        of_all, of_experts = self._ops.halves(total)
         if not self._norms_apart:
             return of_all
         first, second = self._norms_apart

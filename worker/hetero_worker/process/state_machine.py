@@ -369,7 +369,11 @@ class WorkerStateMachine:
         order = arrival.message.load_model
         request = load_request(self._identity, form, order, rank=self._rank, files=self._files)
         with self._binding.communicating():
-            exchange = group.connect(request.shard_plan, batch_invariant=request.batch_invariant)
+            exchange = group.connect(
+                request.shard_plan,
+                inputs_everywhere=bool(request.config.layer_input_size),
+                batch_invariant=request.batch_invariant,
+            )
         self._runner.attach(exchange)
         with self._fence.patient():
             loaded = self._runner.load(request)

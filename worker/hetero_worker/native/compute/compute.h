@@ -129,8 +129,9 @@ typedef struct {
 
 enum hc_activation { HC_SILU = 0, HC_GELU_TANH = 1, HC_GELU = 2, HC_CLAMPED_SWIGLU = 3 };
 
-/* y = activation(gate) * up, of gate_up [rows, gate | up]. Of HC_CLAMPED_SWIGLU y = (up + 1) * gate * sigmoid(alpha * gate),
- * with gate at most `limit` and up between -limit and limit. */
+/* y = activation(gate) * up, of gate_up [rows, gate | up], or if `up` is given of gates [rows, columns] and it. Of
+ * HC_CLAMPED_SWIGLU y = (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up between -limit and
+ * limit. */
 typedef struct {
     hc_op op;
     uint64_t type; /* of gate_up and y */
@@ -140,6 +141,8 @@ typedef struct {
     void *y;       /* [rows, columns] */
     double alpha;  /* of HC_CLAMPED_SWIGLU, as `limit` */
     double limit;
+    const void *up;     /* [rows, columns], or NULL */
+    uint64_t up_stride; /* elements from one of its rows to the next */
 } hc_gated_op;
 
 /* y[i] = sums of squares of row i's query heads and of its key heads, of qkv [rows, heads + 2 * kv_heads, head_dim], each
@@ -319,13 +322,15 @@ typedef struct {
     float factor;
 } hc_add_op;
 
-/* y[i] = x[index[i]]; op.rows is the number of y's rows. */
+/* y[i] = x[index[i]], or x[i] without an index, or zeros without an x; op.rows is the number of y's rows. */
 typedef struct {
     hc_op op;
     uint64_t row_bytes;
-    const void *x;
-    const int64_t *index;
+    const void *x;        /* or NULL */
+    const int64_t *index; /* [rows], or NULL */
     void *y;
+    uint64_t x_stride;    /* bytes from one row to the next; 0: row_bytes */
+    uint64_t y_stride;
 } hc_pick_op;
 
 /* best[shard, i] = the largest number of x[i] and its column, counted from `first`; of equals the first, and what is no

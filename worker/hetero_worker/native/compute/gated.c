@@ -84,8 +84,9 @@ void HC_NAME(gated)(const hc_op *header, hc_crew *crew, uint64_t member) {
     while (begin < end) { /* what this member has of a row, at once */
         uint64_t row = begin / pieces, first = begin % pieces * PIECE;
         uint64_t past = end < (row + 1) * pieces ? (end - row * pieces) * PIECE : columns;
-        const void *gates = hc_at(op->gate_up, row * 2 * columns + first, type);
-        gate_piece(op, gates, hc_at(gates, columns, type), past - first, hc_to(op->y, row * columns + first, type));
+        const void *gates = hc_at(op->gate_up, row * columns * (op->up ? 1 : 2) + first, type);
+        const void *ups = op->up ? hc_at(op->up, row * op->up_stride + first, type) : hc_at(gates, columns, type);
+        gate_piece(op, gates, ups, past - first, hc_to(op->y, row * columns + first, type));
         begin = (row + 1) * pieces;
     }
 }
