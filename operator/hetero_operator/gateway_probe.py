@@ -40,11 +40,17 @@ class GatewayProbe:
         self._at_once = asyncio.Semaphore(CONCURRENCY)
         self._channels: OrderedDict[str, _Channels] = OrderedDict()
 
-    async def ask(self, pod: str, address: str, token: str) -> GatewayReport:
-        """Ask the gateway in a pod. The report's `error` is the reason when it does not answer; nothing is raised."""
+    async def ask(self, pod: str, address: str, token: str, *, uses_tls: bool = False) -> GatewayReport:
+        """Ask the gateway in a pod. The report's `error` is the reason when it does not answer; nothing is raised.
+
+        Where the front door uses TLS, which asks for names and maybe for certificates, the admin port tells of its
+        health.
+        """
         async with self._at_once:
             admin, inference = channels = await self._channels_to(address)
-            topology, serving = await asyncio.gather(self._topology(admin, token), self._serving(inference))
+            topology, serving = await asyncio.gather(
+                self._topology(admin, token), self._serving(admin if uses_tls else inference)
+            )
             if isinstance(topology, str) or serving is None:
                 await self._hang_up(address, channels)
         if isinstance(topology, str):

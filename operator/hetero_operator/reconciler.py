@@ -180,16 +180,17 @@ class Reconciler:
             options=self._options,
             nodes=await parts.nodes.named(_nodes_in_question(pods, now)),
             pod_events=parts.warnings.about(key, waiting),
-            gateway=await self._ask_gateway(key, pods),
+            gateway=await self._ask_gateway(key, resource, pods),
         )
 
-    async def _ask_gateway(self, key: Key, pods: Sequence[Object]) -> GatewayReport | None:
+    async def _ask_gateway(self, key: Key, resource: Object, pods: Sequence[Object]) -> GatewayReport | None:
         gateway = _serving_gateway(pods)
         if gateway is None:
             return None
         name, address = gateway["metadata"]["name"], gateway["status"]["podIP"]
         token = await self._parts.secrets.admin_token(key, label_of(gateway, LABEL_REVISION))
-        return await self._parts.gateways.ask(name, address, token)
+        uses_tls = bool((resource["spec"].get("gateway") or {}).get("tls"))
+        return await self._parts.gateways.ask(name, address, token, uses_tls=uses_tls)
 
 
 def _serving_gateway(pods: Sequence[Object]) -> Object | None:

@@ -45,6 +45,7 @@ EFFECTS: Final[Mapping[str, Effect]] = {
     "engine": Effect.GATEWAY,
     "gateway": Effect.GATEWAY,
     "gateway.service": Effect.NONE,
+    "gateway.auth.mode": Effect.NONE,
     "recovery.rendezvousTimeoutSeconds": Effect.GATEWAY,
     "recovery.stepTimeoutSeconds": Effect.GATEWAY,
     "recovery.startupTimeoutSeconds": Effect.RANKS,

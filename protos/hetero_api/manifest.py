@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from hetero_api.errors import ManifestError
@@ -71,23 +71,28 @@ def parse_resource(resource: Mapping[str, Any], *, source: str = "") -> HeteroIn
     try:
         return HeteroInference.model_validate(body)
     except ValidationError as error:
-        problems = [problem for detail in error.errors() for problem in _describe(detail)]
-        raise ManifestError(problems, source=source) from error
+        raise ManifestError(describe_problems(error, HeteroInference), source=source) from error
 
 
-def _describe(detail: ErrorDetails) -> list[str]:
+def describe_problems(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """Return every problem of a document of this model, or of a list of such, as `path: what is wrong`."""
+    return [problem for detail in error.errors() for problem in _describe(detail, model)]
+
+
+def _describe(detail: ErrorDetails, model: type[BaseModel]) -> list[str]:
     location = list(detail["loc"])
     context = detail.get("ctx") or {}
     kind = detail["type"]
     path = _path(location)
     if kind == "extra_forbidden":
-        return [f"{path}: unknown field{_suggestion(location)}"]
+        return [f"{path}: unknown field{_suggestion(location, model)}"]
     if kind == "field":
         return [f"{_join(path, below)}: {message}" for below, message in context["problems"]]
-    if location[-1] == "[key]":
+    if location[-1:] == ["[key]"]:
         # Of a map: the key is what is wrong, not a field of that name.
         return [f"{_path(location[:-2])}: key {_message(kind, detail, context)}"]
-    return [f"{path}: {_message(kind, detail, context)}"]
+    message = _message(kind, detail, context)
+    return [f"{path}: {message}" if path else message]
 
 
 def _join(path: str, below: str) -> str:
@@ -133,17 +138,17 @@ def _path(location: list[int | str]) -> str:
     return path
 
 
-def _suggestion(location: list[int | str]) -> str:
-    names = _known_fields(location[:-1])
+def _suggestion(location: list[int | str], model: type[BaseModel]) -> str:
+    names = _known_fields(location[:-1], model)
     if not names:
         return ""
     close = difflib.get_close_matches(str(location[-1]), names, n=1)
     return f"; did you mean {close[0]}?" if close else f"; known here: {', '.join(names)}"
 
 
-def _known_fields(location: list[int | str]) -> list[str]:
+def _known_fields(location: list[int | str], root: type[BaseModel]) -> list[str]:
     """Field names of the model at a location, walked through the types."""
-    model: Any = HeteroInference
+    model: Any = root
     for part in location:
         if isinstance(part, int):
             continue
@@ -188,11 +193,13 @@ def _unsupported(spec: HeteroInferenceSpec) -> list[str]:
             f"spec.engine.kvCacheDtype: {cached}, but GPU ranks cache keys and values as they compute, in {computed}; "
             "leave it out, or set spec.model.dtype"
         )
-    fields = {
-        "spec.gateway.tlsSecretName": spec.gateway.tls_secret_name,
-        "spec.gateway.authTokenSecretRef": spec.gateway.auth_token_secret_ref,
-    }
-    problems += [f"{path}: {NOT_YET}; leave it out" for path, value in fields.items() if value is not None]
+    if spec.gateway.tls_secret_name is not None:
+        problems.append("spec.gateway.tlsSecretName: spec.gateway.tls.secretName took its place; move the name there")
+    if spec.gateway.auth_token_secret_ref is not None:
+        problems.append(
+            "spec.gateway.authTokenSecretRef: spec.gateway.auth.keysSecretRef took its place: a Secret with a keys "
+            "file, whose entries `hetero key` makes"
+        )
     return problems
 
 

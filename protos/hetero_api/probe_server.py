@@ -19,6 +19,9 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 Probe = Callable[[], str]
 """Function that returns the problem, "" if there is none."""
 
+ScrapeRefusal = Callable[[str], tuple[str, str] | None]
+"""Function from the value of `Authorization`, "" if absent, to status and reason of a refusal; None lets it pass."""
+
 _Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 _SLOW_CLIENT_S: Final = 10
 MAX_CONNECTIONS: Final = 64
@@ -33,11 +36,19 @@ class ProbeServer:
         self._thread.start()
 
     @classmethod
-    def start(cls, *, host: str, port: int, probes: Mapping[str, Probe], registry: CollectorRegistry) -> ProbeServer:
+    def start(
+        cls,
+        *,
+        host: str,
+        port: int,
+        probes: Mapping[str, Probe],
+        registry: CollectorRegistry,
+        scrape_refusal: ScrapeRefusal = lambda _: None,
+    ) -> ProbeServer:
         """Serve `probes` by path, and the registry at /metrics. Port 0 lets the system choose. Raises OSError."""
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         server = (_Server6 if family == socket.AF_INET6 else _Server)((host, port), _Handler)
-        server.set_app(_application(probes, registry))
+        server.set_app(_application(probes, registry, scrape_refusal))
         return cls(server)
 
     @property
@@ -101,15 +112,20 @@ class _Handler(WSGIRequestHandler):
         """Write nothing: a line for each probe would bury the log."""
 
 
-def _application(probes: Mapping[str, Probe], registry: CollectorRegistry) -> _Application:
+def _application(
+    probes: Mapping[str, Probe], registry: CollectorRegistry, scrape_refusal: ScrapeRefusal
+) -> _Application:
     metrics = make_wsgi_app(registry)
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         path = environ["PATH_INFO"]
-        if path == "/metrics":
+        refusal = scrape_refusal(environ.get("HTTP_AUTHORIZATION", "")) if path == "/metrics" else None
+        if refusal is not None:
+            status, text = refusal
+        elif path == "/metrics":
             scraped: Iterable[bytes] = metrics(environ, start_response)
             return scraped
-        if path not in probes:
+        elif path not in probes:
             status, text = "404 Not Found", f"there is {', '.join(sorted([*probes, '/metrics']))}"
         else:
             problem = probes[path]()

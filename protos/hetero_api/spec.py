@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hetero_api.contract import API_VERSION, GROUP, HTTP_PORT, INFERENCE_PORT, KIND
+from hetero_api.spec_access import AuthSpec, KeysSecretRef, TlsSpec
 from hetero_api.spec_cluster import (
     DisruptionBudgetSpec,
     ImagesSpec,
@@ -265,13 +266,38 @@ class GatewaySpec(SpecModel):
     max_queued_requests: Annotated[int, Field(ge=0, le=1_000_000)] = 1024
     """Most requests that wait; more are refused."""
     tls_secret_name: ObjectName | None = None
-    """Secret with tls.crt and tls.key for the front door. Default: no TLS."""
+    """Refused; tls.secretName took its place."""
     auth_token_secret_ref: SecretKeyRef | None = None
-    """Secret with the bearer token that clients must show. Default: none is asked for."""
+    """Refused; auth.keysSecretRef took its place."""
+    tls: TlsSpec | None = None
+    """TLS of both doors. Default: none."""
+    auth: AuthSpec | None = None
+    """Who may call. Default: whoever can reach the gateway."""
     resources: ResourcesSpec = ResourcesSpec()
     """Resources of the gateway's container."""
     drain_timeout_seconds: Annotated[int, Field(ge=0, le=3600)] = 60
     """How long a stopping gateway lets requests in flight finish."""
+
+    def without_files(self, *, keys: object, tls: object, client_ca: object) -> list[str]:
+        """Return the fields below spec.gateway that name a Secret for which no file is given."""
+        authority = self.tls.client_ca_secret_name if self.tls is not None else None
+        wanted = {
+            "auth.keysSecretRef": (self.keys_secret, keys),
+            "tls.secretName": (self.tls, tls),
+            "tls.clientCASecretName": (authority, client_ca),
+        }
+        return [field for field, (secret, given) in wanted.items() if secret is not None and given is None]
+
+    @property
+    def asks_for_proof(self) -> bool:
+        """Whether callers have to show a key or a certificate."""
+        has_authority = self.tls is not None and self.tls.client_ca_secret_name is not None
+        return has_authority or self.keys_secret is not None
+
+    @property
+    def keys_secret(self) -> KeysSecretRef | None:
+        """Where the keys file is; None if callers need no key."""
+        return None if self.auth is None else self.auth.keys_secret_ref
 
 
 class RecoverySpec(SpecModel):

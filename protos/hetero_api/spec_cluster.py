@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import Field
 
 from hetero_api.contract import GROUP
+from hetero_api.spec_model import SecretKeyRef
 from hetero_api.spec_types import (
     Annotations,
     Bytes,
@@ -232,6 +233,15 @@ class MonitoringSpec(SpecModel):
     """Seconds between two scrapes."""
     labels: Annotated[Labels, Field(max_length=16)] = Field(default_factory=dict)
     """Labels of the PodMonitor, by which a Prometheus may choose it."""
+    key_secret_ref: SecretKeyRef | None = None
+    """Secret with the key of role metrics that Prometheus shows the gateway, where gateway.auth asks for keys."""
+
+
+class ClientSource(SpecEnum):
+    """Where clients of the gateway may be."""
+
+    NAMESPACE = "Namespace"
+    ALL = "All"
 
 
 class NetworkPolicySpec(SpecModel):
@@ -239,6 +249,10 @@ class NetworkPolicySpec(SpecModel):
 
     enabled: bool = True
     """Make a NetworkPolicy for the ranks and one for the gateway: ranks talk to one another and to the gateway only."""
+    clients_from: Annotated[ClientSource, spelled(ClientSource)] | None = None
+    """Where clients of the gateway's doors may be. Namespace: pods of the resource's namespace. All: anywhere, which
+    needs gateway.auth. Default: Namespace, or All where gateway.service.type is NodePort or LoadBalancer.
+    """
     allow_model_egress: bool = True
     """Let pods fetch an hf:// model: port 443 of any address. Unused by other models."""
 

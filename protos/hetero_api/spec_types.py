@@ -42,7 +42,7 @@ FORM_KEY: Final = "x-form"
 """Keyword of JSON schemas with what a pattern means in words; the CRD leaves it out."""
 
 _LABEL: Final = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-_SUBDOMAIN: Final = rf"{_LABEL}(\.{_LABEL})*"
+DNS_NAME_PATTERN: Final = rf"{_LABEL}(\.{_LABEL})*"
 _QUALIFIED: Final = "[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"
 
 QUANTITY_PATTERN: Final = r"^([1-9][0-9]*(\.(25|5|75))?|0\.(25|5|75))(k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)$|^[1-9][0-9]*$"
@@ -70,7 +70,8 @@ def described(model: type[BaseModel], schema: JsonSchemaValue) -> JsonSchemaValu
         match field, text:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):
                 if name in model.model_fields:
-                    schema["properties"][to_camel(name)]["description"] = " ".join(docstring.split())
+                    alias = model.model_fields[name].alias or name
+                    schema["properties"][alias]["description"] = " ".join(docstring.split())
     return schema
 
 
@@ -151,7 +152,9 @@ Name = Annotated[str, NAME_FORM, StringConstraints(max_length=MAX_NAME_LENGTH)]
 PoolName = Annotated[str, Form(f"^{_LABEL}$", _DNS_MESSAGE), StringConstraints(max_length=MAX_POOL_NAME_LENGTH)]
 """A DNS label, short enough for the names that are made from it."""
 
-_OBJECT_NAME: Final = Form(f"^{_SUBDOMAIN}$", "must be a name of an object: lower-case letters, digits, '-' and '.'")
+_OBJECT_NAME: Final = Form(
+    f"^{DNS_NAME_PATTERN}$", "must be a name of an object: lower-case letters, digits, '-' and '.'"
+)
 
 ObjectName = Annotated[str, _OBJECT_NAME, StringConstraints(max_length=253)]
 """A DNS subdomain: what Kubernetes lets most objects be named."""
@@ -168,7 +171,8 @@ DataKey = Annotated[
 LabelKey = Annotated[
     str,
     Form(
-        f"^({_SUBDOMAIN}/)?{_QUALIFIED}$", "must be a label key, NAME or DOMAIN/NAME: letters, digits, '-', '_' and '.'"
+        f"^({DNS_NAME_PATTERN}/)?{_QUALIFIED}$",
+        "must be a label key, NAME or DOMAIN/NAME: letters, digits, '-', '_' and '.'",
     ),
     StringConstraints(max_length=317),
 ]
@@ -185,7 +189,7 @@ Annotations = dict[LabelKey, Annotated[str, StringConstraints(max_length=1024)]]
 
 ExtendedResource = Annotated[
     str,
-    Form(f"^{_SUBDOMAIN}/{_QUALIFIED}$", "must be an extended resource such as nvidia.com/gpu"),
+    Form(f"^{DNS_NAME_PATTERN}/{_QUALIFIED}$", "must be an extended resource such as nvidia.com/gpu"),
     StringConstraints(max_length=253),
 ]
 

@@ -47,6 +47,8 @@ class ConditionType(StrEnum):
     """Every CPU rank proved that its cores and memory are of one NUMA node."""
     SUSPENDED = "Suspended"
     """No pods run because the user asked for none."""
+    EXPOSED = "Exposed"
+    """Clients beyond the resource's namespace reach the gateway, and it asks them for nothing."""
 
 
 class ConditionStatus(StrEnum):

@@ -148,7 +148,10 @@ CHANGES: Final[Mapping[str, Change]] = {
     "engine.enforceEager": Change(True, GATEWAY),
     "engine.batchInvariant": Change(True, GATEWAY),
     # --- gateway
-    "gateway.service.type": Change("NodePort", NOTHING, more=_CLIENT_SERVICE),
+    "gateway.service.type": Change(
+        "NodePort", NOTHING, {"gateway.auth": {"mode": "None"}},
+        more={**_CLIENT_SERVICE, "NetworkPolicy/NAME-gateway": "changed"},
+    ),
     "gateway.service.port": Change(8443, NOTHING, more=_CLIENT_SERVICE),
     "gateway.service.httpPort": Change(8080, NOTHING, more=_CLIENT_SERVICE),
     "gateway.service.annotations": Change({"example.com/balancer": "internal"}, NOTHING, more=_CLIENT_SERVICE),
@@ -157,6 +160,20 @@ CHANGES: Final[Mapping[str, Change]] = {
     "gateway.authTokenSecretRef.name": Change("one", REFUSED),
     "gateway.authTokenSecretRef.key": Change(
         {"name": "one", "key": "bearer"}, REFUSED, at="gateway.authTokenSecretRef"
+    ),
+    "gateway.tls.secretName": Change(
+        "two", GATEWAY, {"gateway.tls": {"secretName": "one"}}, shows='"secretName": "two"'
+    ),
+    "gateway.tls.clientCASecretName": Change(
+        "two", GATEWAY, {"gateway.tls": {"secretName": "one"}}, shows='"secretName": "two"'
+    ),
+    "gateway.tls.dnsNames": Change(["a.example"], GATEWAY, {"gateway.tls": {"secretName": "one"}}),
+    "gateway.auth.mode": Change({"mode": "None"}, NOTHING, at="gateway.auth"),
+    "gateway.auth.keysSecretRef.name": Change(
+        "two", GATEWAY, {"gateway.auth": {"keysSecretRef": {"name": "one"}}}, shows='"secretName": "two"'
+    ),
+    "gateway.auth.keysSecretRef.key": Change(
+        "b.yaml", GATEWAY, {"gateway.auth": {"keysSecretRef": {"name": "one"}}}, shows='"key": "b.yaml"'
     ),
     "gateway.resources.cpuMillis": Change(2500, GATEWAY, shows='"cpu": "2500m"'),
     "gateway.resources.memory": Change("5Gi", GATEWAY, shows='"memory": "5Gi"'),
@@ -196,11 +213,20 @@ CHANGES: Final[Mapping[str, Change]] = {
     "networkPolicy.enabled": Change(
         False, NOTHING, more={"NetworkPolicy/NAME-ranks": "gone", "NetworkPolicy/NAME-gateway": "gone"}
     ),
+    "networkPolicy.clientsFrom": Change(
+        "All", NOTHING, {"gateway.auth": {"mode": "None"}}, more={"NetworkPolicy/NAME-gateway": "changed"}
+    ),
     "networkPolicy.allowModelEgress": Change(False, NOTHING, more=_POLICIES),
     "disruptionBudget.enabled": Change(True, NOTHING, more={"PodDisruptionBudget/NAME-ranks": "made"}),
     "monitoring.podMonitor": Change(False, NOTHING, more={"PodMonitor/NAME": "gone"}),
     "monitoring.intervalSeconds": Change(5, NOTHING, more=_MONITOR),
     "monitoring.labels": Change({"release": "prometheus"}, NOTHING, more=_MONITOR),
+    "monitoring.keySecretRef.name": Change(
+        "two", NOTHING, {"monitoring.keySecretRef": {"name": "one"}}, more=_MONITOR
+    ),
+    "monitoring.keySecretRef.key": Change(
+        "key", NOTHING, {"monitoring.keySecretRef": {"name": "one"}}, more=_MONITOR
+    ),
     "suspend": Change(True, ENDS),
     "replicas": Change(0, ENDS),
 }  # fmt: skip

@@ -126,6 +126,7 @@ def broken(reason: str, **others: str) -> dict[str, str]:
         "GatewayReady": "False/Starting",
         "NUMAPinned": f"Unknown/{reason}",
         "Suspended": "False/NotSuspended",
+        "Exposed": "False/NotExposed",
         **others,
     }
 
@@ -208,6 +209,7 @@ def test_a_group_that_serves_and_loses_a_rank(scene: Scene, operator: OperatorPr
             "GatewayReady": "True/Serving",
             "NUMAPinned": "True/Pinned",
             "Suspended": "False/NotSuspended",
+            "Exposed": "False/NotExposed",
         }
         assert gateway.refused == 0
         status = group.status()

@@ -486,6 +486,18 @@ def _by_rules_of_the_rest() -> list[InvalidResource]:
             "spec.gateway.service.httpPort",
             "must differ from port",
         ),
+        (
+            "keys-mode-without-keys",
+            {"spec/gateway/auth": {"mode": "Keys"}},
+            "spec.gateway.auth.keysSecretRef",
+            "is required where mode is Keys",
+        ),
+        (
+            "keys-nobody-asks-for",
+            {"spec/gateway/auth": {"mode": "None", "keysSecretRef": {"name": "clients"}}},
+            "spec.gateway.auth.keysSecretRef",
+            "is of no use with mode None",
+        ),
     ]
     return [_refused("rule", *case) for case in cases]
 
@@ -581,7 +593,8 @@ _EVERYTHING: Final[Document] = {
         },
         "gateway": {
             "service": {"type": "LoadBalancer", "port": 443, "annotations": {"example.com/class": "any text"}},
-            "maxQueuedRequests": 10, "tlsSecretName": "front-tls", "authTokenSecretRef": {"name": "clients"},
+            "tls": {"secretName": "front-tls", "clientCASecretName": "ca", "dnsNames": ["a.example"]},
+            "maxQueuedRequests": 10, "auth": {"keysSecretRef": {"name": "clients"}},
             "resources": {"cpuMillis": 2000, "memory": "4Gi"}, "drainTimeoutSeconds": 30,
         },
         "recovery": {

@@ -93,6 +93,8 @@ engine:
 gateway:
   service: {type: LoadBalancer, port: 443, annotations: {example.com/internal: "true"}}
   maxQueuedRequests: 10
+  tls: {secretName: front-tls, clientCASecretName: clients-ca, dnsNames: [llm.example]}
+  auth: {mode: Keys, keysSecretRef: {name: clients, key: keys.yaml}}
   resources: {cpuMillis: 2500, memory: 3Gi}
   drainTimeoutSeconds: 120
 recovery:
@@ -120,7 +122,11 @@ podMetadata:
   annotations: {example.com/owner: ml-platform}
 networkPolicy: {enabled: true, allowModelEgress: true}
 disruptionBudget: {enabled: true}
-monitoring: {podMonitor: true, intervalSeconds: 15, labels: {release: prometheus}}
+monitoring:
+  podMonitor: true
+  intervalSeconds: 15
+  labels: {release: prometheus}
+  keySecretRef: {name: scraper, key: token}
 suspend: false
 replicas: 1
 """

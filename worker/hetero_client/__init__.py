@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from hetero_client.access import Access
     from hetero_client.admin import AdminClient, GroupTopology, RankView
     from hetero_client.aio import AsyncGenerateStream, AsyncHeteroClient
     from hetero_client.client import GenerateStream, HeteroClient
@@ -44,13 +45,14 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "AdminClient", "AsyncGenerateStream", "AsyncHeteroClient", "ChatMessage", "Choice", "Completion",
+    "Access", "AdminClient", "AsyncGenerateStream", "AsyncHeteroClient", "ChatMessage", "Choice", "Completion",
     "Constraint", "Delta", "Event", "FinishReason", "Finished", "GenerateOptions", "GenerateStream", "Grammar",
     "GroupTopology", "HeteroClient", "JsonSchema", "ModelInfo", "Prompt", "PromptLogprobs", "RankView", "Regex",
     "SamplingParams", "ServerInfo", "Started", "Timings", "TokenLogprobs", "Usage",
 ]  # fmt: skip
 
 _MODULES: Final = {
+    "Access": "access",
     "AdminClient": "admin",
     "GroupTopology": "admin",
     "RankView": "admin",

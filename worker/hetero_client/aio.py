@@ -18,7 +18,8 @@ from grpc_health.v1 import health_pb2_grpc
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1 import inference_pb2_grpc
 from hetero_client import wire
-from hetero_client.channel import channel_options, error_from
+from hetero_client.access import Access, Calls
+from hetero_client.channel import error_from, open_aio_channel
 from hetero_client.client import CALL_TIMEOUT_S, RETRY_S, is_serving, may_serve, not_ready_message
 from hetero_client.errors import DeadlineError, RequestError, UnavailableError
 from hetero_client.messages import ChatMessage, Completion, Event, GenerateOptions, ModelInfo, Prompt, ServerInfo
@@ -104,12 +105,13 @@ class AsyncGenerateStream(AsyncIterator[Event]):
 
 
 class AsyncHeteroClient:
-    """Client of one gateway at `address` ("host:port")."""
+    """Client of one gateway at `address` ("host:port"); without `access` the environment has the credentials."""
 
-    def __init__(self, address: str, *, channel: grpc.aio.Channel | None = None) -> None:
+    def __init__(self, address: str, *, access: Access | None = None, channel: grpc.aio.Channel | None = None) -> None:
         self.address = address
-        self._channel = channel or grpc.aio.insecure_channel(address, options=channel_options(address))
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        access = access or Access.find()
+        self._channel = channel or open_aio_channel(address, access)
+        self._stub = Calls(inference_pb2_grpc.InferenceStub(self._channel), access.metadata)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def generate(

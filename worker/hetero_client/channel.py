@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeVar, cast
@@ -16,8 +17,10 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from hetero_api.contract import MAX_INFERENCE_MESSAGE_BYTES
+from hetero_client.access import Access
 from hetero_client.errors import (
     AccessError,
+    CredentialsError,
     DeadlineError,
     DuplicateRequestError,
     FieldViolation,
@@ -46,6 +49,8 @@ _TRANSPORT_WORDS: Final = (
     "broken pipe",
     "dns ",
 )
+_REFUSED_CERTIFICATE: Final = re.compile(r"(?:CERTIFICATE_VERIFY_FAILED: |(?=Peer name ))(.+)")
+"""Words of gRPC's where a handshake of TLS fails for the server's certificate."""
 _PLAIN: Final[dict[grpc.StatusCode, Callable[..., RequestError]]] = {
     grpc.StatusCode.ALREADY_EXISTS: DuplicateRequestError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
@@ -77,6 +82,34 @@ def channel_options(address: str) -> Options:
     return options
 
 
+def open_channel(address: str, access: Access) -> grpc.Channel:
+    """Return a channel to `address`. Raises CredentialsError where a key would travel unencrypted between machines."""
+    credentials, options = _credentials(address, access), channel_options(address)
+    if credentials is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, credentials, options=options)
+
+
+def open_aio_channel(address: str, access: Access) -> grpc.aio.Channel:
+    """Return a channel of the asyncio API; see `open_channel`."""
+    credentials, options = _credentials(address, access), channel_options(address)
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def _credentials(address: str, access: Access) -> grpc.ChannelCredentials | None:
+    """Return the credentials of TLS, None without it."""
+    if access.uses_tls:
+        return grpc.ssl_channel_credentials(access.ca, access.private_key, access.certificate)
+    if access.api_key and access.tls is None and not (is_loopback(address) or address.startswith("unix:")):
+        raise CredentialsError(
+            f"a key would travel unencrypted to {address}; give the gateway's authority (--ca FILE) or --tls, or say "
+            "--no-tls where nobody can listen"
+        )
+    return None
+
+
 def is_loopback(address: str) -> bool:
     """Return whether host:port names this machine."""
     host = address.rpartition(":")[0].strip("[]")
@@ -106,7 +139,10 @@ def error_from(error: grpc.RpcError, *, address: str = "") -> RequestError:
     return _PLAIN.get(code, ServerError)(message or name, code=name)
 
 
-def _unavailable(message: str, address: str) -> UnavailableError:
+def _unavailable(message: str, address: str) -> AccessError | UnavailableError:
+    refused = _REFUSED_CERTIFICATE.search(message)
+    if refused is not None:
+        return AccessError(f"the certificate of {address} is refused: {refused[1]}", code="UNAVAILABLE")
     lowered = message.lower()
     if not any(word in lowered for word in _TRANSPORT_WORDS):
         return UnavailableError(message, code="UNAVAILABLE")

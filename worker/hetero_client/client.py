@@ -19,7 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1 import inference_pb2_grpc
 from hetero_client import wire
-from hetero_client.channel import channel_options, error_from
+from hetero_client.access import Access, Calls
+from hetero_client.channel import error_from, open_channel
 from hetero_client.errors import DeadlineError, RequestError, UnavailableError
 from hetero_client.messages import ChatMessage, Completion, Event, GenerateOptions, ModelInfo, Prompt, ServerInfo
 from hetero_client.resuming import ResumableRequest, health_request
@@ -99,12 +100,13 @@ class GenerateStream(Iterator[Event]):
 
 
 class HeteroClient:
-    """Client of one gateway at `address` ("host:port")."""
+    """Client of one gateway at `address` ("host:port"); without `access` the environment has the credentials."""
 
-    def __init__(self, address: str, *, channel: grpc.Channel | None = None) -> None:
+    def __init__(self, address: str, *, access: Access | None = None, channel: grpc.Channel | None = None) -> None:
         self.address = address
-        self._channel = channel or grpc.insecure_channel(address, options=channel_options(address))
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        access = access or Access.find()
+        self._channel = channel or open_channel(address, access)
+        self._stub = Calls(inference_pb2_grpc.InferenceStub(self._channel), access.metadata)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def generate(

@@ -13,6 +13,7 @@
         │   ├── AccessError             the caller is unknown, or not allowed to call
         │   ├── WrongStateError         the server's state does not allow the call
         │   └── ServerError             a fault in the server
+        ├── CredentialsError            a key or its file cannot be used
         ├── IncompleteStreamError       a stream ended without its Finished event
         ├── NoGroupError                no running group to talk to, or several
         ├── ModelStoreError             a model that cannot be fetched or cannot be served
@@ -118,6 +119,12 @@ class WrongStateError(RequestError):
 
 class ServerError(RequestError):
     """A fault in the server."""
+
+
+class CredentialsError(ClientError):
+    """A key, or the file that holds it, cannot be used."""
+
+    exit_code = EXIT_USAGE
 
 
 class IncompleteStreamError(ClientError):

@@ -15,6 +15,7 @@ from hetero_api.spec import HeteroInferenceSpec
 from hetero_operator.reconcile import budget
 from hetero_operator.reconcile.deletions import lost_pods, outdated_ranks, superseded
 from hetero_operator.reconcile.differences import needs_apply, stamped
+from hetero_operator.reconcile.exposure import clients_of
 from hetero_operator.reconcile.inventory import CLAIM_TEMPLATE, CONFIG_MAP, Inventory, ObjectKey, is_leaving
 from hetero_operator.reconcile.manifests.config import accounts, config_map, group_secret, templates_in_force
 from hetero_operator.reconcile.manifests.gateway import deployment
@@ -41,7 +42,7 @@ def desired_objects(rendering: Rendering, inventory: Inventory, *, held: Collect
     return [
         *accounts(rendering),
         config_map(rendering, templates, stored),
-        *network_policies(rendering),
+        *network_policies(rendering, clients=clients_of(rendering.spec, rendering.names, inventory)),
         *services(rendering),
         *disruption_budgets(rendering),
         *claim_templates(rendering, {item["metadata"]["name"]: item for item in inventory.of_kind(CLAIM_TEMPLATE)}),

@@ -13,6 +13,7 @@ from hetero_api.errors import ManifestError
 from hetero_api.manifest import check_transition, find_unserved, parse_resource
 from hetero_api.spec import ExchangeKind, HeteroInferenceSpec
 from hetero_api.spec_cluster import GangScheduler
+from hetero_operator.reconcile.exposure import exposing_fields
 from hetero_operator.reconcile.inventory import Inventory, ObjectKey, label_of, taken_by_others
 from hetero_operator.reconcile.manifests.config import stored_resource
 from hetero_operator.reconcile.manifests.optional_kinds import POD_GROUP, RESOURCE_CLAIM_TEMPLATE, device_class
@@ -54,7 +55,20 @@ def refusal_of(rendering: Rendering, inventory: Inventory) -> Refusal | None:
 def _objections(rendering: Rendering, inventory: Inventory) -> Iterator[tuple[Reason, Sequence[str]]]:
     yield Reason.INVALID_SPEC, find_unserved(rendering.spec)
     yield Reason.INVALID_SPEC, _transition_problems(rendering, inventory)
+    yield Reason.INVALID_SPEC, _exposing(rendering, inventory)
     yield Reason.NOT_SUPPORTED, list(_lacking(rendering.spec, rendering.capabilities))
+
+
+def _exposing(rendering: Rendering, inventory: Inventory) -> Sequence[str]:
+    """Return why the spec would expose the gateway, although the one in force does not."""
+    problems = tuple(exposing_fields(rendering.spec, service_type=None))
+    config, service = inventory.config_in_force(rendering.names), inventory.named("Service", rendering.names.resource)
+    if not problems or config is None or service is None:
+        return problems
+    # Only now, since reading the stored spec costs much.
+    in_force = read_spec(stored_resource(config))
+    asked = not isinstance(in_force, Refusal) and in_force.gateway.asks_for_proof
+    return tuple(exposing_fields(rendering.spec, service_type=None if asked else service["spec"].get("type")))
 
 
 def _transition_problems(rendering: Rendering, inventory: Inventory) -> Sequence[str]:

@@ -124,6 +124,7 @@ def transitions(before: Conditions, after: Conditions) -> tuple[Transition, ...]
         *_degraded(before, after),
         *_ready(before, after),
         *_stuck(before, after),
+        *_warning(ConditionType.EXPOSED, before, after, when=after[ConditionType.EXPOSED].reason == Reason.EXPOSED),
         *_warning(ConditionType.NUMA_PINNED, before, after, when=pinned.reason in _UNPINNED),
     ]
     return tuple(dict.fromkeys(messages))

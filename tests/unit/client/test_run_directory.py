@@ -77,6 +77,17 @@ def test_preparing_clears_the_last_run_and_makes_a_new_token(tmp_path: Path) -> 
     run.lock.release()
 
 
+def test_callers_of_admin_show_a_token_where_others_show_keys(tmp_path: Path) -> None:
+    run = start(HeteroHome(tmp_path), "one")
+    assert run.read_admin_token() is None
+    run.prepare(with_admin_token=True)
+    assert run.read_admin_token() not in (None, run.token_path.read_text())
+    assert run.admin_token_path.stat().st_mode & 0o777 == 0o600
+    run.clear()
+    assert run.read_admin_token() is None
+    run.lock.release()
+
+
 def test_record_of_another_version_is_no_record(tmp_path: Path) -> None:
     run = RunDirectory.for_group(HeteroHome(tmp_path), "one")
     run.path.mkdir(parents=True)

@@ -178,8 +178,11 @@ def test_an_invalid_spec_changes_nothing_and_says_why() -> None:
     ("change", "problem"),
     [
         ({"model": {"uri": "hf://a/b", "dtype": "float16"}}, "spec.model.dtype: float16: this version does not"),
-        ({"gateway": {"tlsSecretName": "tls"}}, "spec.gateway.tlsSecretName: this version does not"),
-        ({"gateway": {"authTokenSecretRef": {"name": "a"}}}, "spec.gateway.authTokenSecretRef: this version does not"),
+        ({"gateway": {"tlsSecretName": "tls"}}, "spec.gateway.tlsSecretName: spec.gateway.tls.secretName took"),
+        (
+            {"gateway": {"authTokenSecretRef": {"name": "a"}}},
+            "spec.gateway.authTokenSecretRef: spec.gateway.auth.keysSecretRef took",
+        ),
         (
             {"placement": {"mode": "Layer", "shares": {"vocabulary": [1, 1]}}},
             "spec.placement.shares.vocabulary: does not apply in mode Layer",

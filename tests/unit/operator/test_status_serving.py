@@ -31,6 +31,7 @@ def test_a_group_that_serves_is_told_in_full() -> None:
         "GatewayReady": ("True", "Serving"),
         "NUMAPinned": ("True", "Pinned"),
         "Suspended": ("False", "NotSuspended"),
+        "Exposed": ("False", "NotExposed"),
     }
     status = told.status
     assert (status["replicas"], status["readyReplicas"], status["worldSize"]) == (1, 1, 4)

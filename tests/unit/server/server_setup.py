@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import yaml
@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from hetero_api.contract import AUTHORIZATION_KEY
 from hetero_api.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc, ranks_pb2, ranks_pb2_grpc
 from hetero_gateway.group.recovery import HEARTBEAT_INTERVAL_S
+from hetero_gateway.server.access.files import AccessFiles
 from hetero_gateway.server.config import ServedModel, read_model
 from hetero_gateway.server.gateway import Addresses, Gateway, Ports
 from hetero_worker.process.gateway_link import one_by_one
@@ -155,16 +156,18 @@ class GrpcRank:
 class GatewayBench:
     """A gateway that listens. `join` makes it ready."""
 
-    def __init__(self, model: ServedModel, *, admin_token: str | None = None) -> None:
+    def __init__(self, model: ServedModel, *, admin_token: str | None = None, files: AccessFiles | None = None) -> None:
         self.model = model
-        self.gateway = Gateway(model, token=TOKEN, admin_token=admin_token)
+        self.gateway = Gateway(model, token=TOKEN, admin_token=admin_token, files=files)
         self._channels: list[grpc.aio.Channel] = []
         self._tasks: list[asyncio.Task[Any]] = []
         self._addresses: Addresses | None = None
         self._closed = False
 
-    async def __aenter__(self) -> GatewayBench:
-        self._addresses = await self.gateway.listen(Ports("127.0.0.1", inference=0, admin=0, ranks=0, http=0))
+    ports = Ports("127.0.0.1", inference=0, admin=0, ranks=0, http=0)
+
+    async def __aenter__(self) -> Self:
+        self._addresses = await self.gateway.listen(self.ports)
         self.serving = self.serve()
         return self
 

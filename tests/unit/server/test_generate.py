@@ -18,6 +18,8 @@ from grpc_status import rpc_status
 from hetero_api.model_directory import ModelSource, write_source
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.request import derived_seed
+from hetero_gateway.server.access.intake import Intake
+from hetero_gateway.server.access.limits import Meters
 from hetero_gateway.server.calls import InFlight
 from hetero_gateway.server.config import read_model
 from hetero_gateway.server.inference import InferenceServicer
@@ -176,7 +178,7 @@ async def test_a_call_that_arrives_after_its_deadline_computes_nothing(bench: Ga
     num_plans = rank.num_plans
     context: Any = ExpiredContext()
     servicer = InferenceServicer(
-        bench.gateway.core,
+        Intake(bench.gateway.core, Meters()),
         reader=RequestReader(bench.model),
         in_flight=InFlight(),
         model_info=bench.model.info,

@@ -36,6 +36,9 @@ def generate(
     as_json: options.JsonOption = False,
     address: options.AddressOption = None,
     group: options.GroupOption = None,
+    api_key_file: options.ApiKeyFileOption = None,
+    ca: options.CaOption = None,
+    tls: options.TlsOption = None,
     *,
     sampling: SamplingParams,
 ) -> None:
@@ -51,11 +54,9 @@ def generate(
     If the gateway or its group is lost meanwhile, the answer continues when they are back. With --json every event is
     one JSON object on a line: started, delta ..., finished.
     """
-    from hetero_client.client import HeteroClient
-
     text = sys.stdin.read() if prompt == "-" else prompt
     question: Prompt = conversation(text, system=system) if chat or system is not None else text
-    with HeteroClient(options.inference_address(address, group)) as client:
+    with options.inference_client(address, group, api_key_file=api_key_file, ca=ca, tls=tls) as client:
         sent_at_s = time.monotonic()
         with client.generate(
             question, sampling=sampling, request_id=request_id, timeout_s=timeout, priority=priority,
@@ -72,6 +73,9 @@ def chat(
     timeout: options.TimeoutOption = None,
     address: options.AddressOption = None,
     group: options.GroupOption = None,
+    api_key_file: options.ApiKeyFileOption = None,
+    ca: options.CaOption = None,
+    tls: options.TlsOption = None,
     *,
     sampling: SamplingParams,
 ) -> None:
@@ -83,9 +87,7 @@ def chat(
 
     /exit (or Ctrl-D) ends, /reset forgets the conversation, Ctrl-C stops an answer.
     """
-    from hetero_client.client import HeteroClient
-
-    with HeteroClient(options.inference_address(address, group)) as client:
+    with options.inference_client(address, group, api_key_file=api_key_file, ca=ca, tls=tls) as client:
         info = client.model_info()
         origin = f" ({info.source})" if info.source else ""
         print_note(f"{info.model_uri}{origin} at {client.address}; {CHAT_HELP}")

@@ -15,7 +15,7 @@ import typer.core
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_USAGE, VERSION
 from hetero_api.errors import HeteroError, ManifestError
-from hetero_client.cli import asking, group_commands, model_commands, plan_commands, serving
+from hetero_client.cli import asking, group_commands, key_commands, model_commands, plan_commands, serving
 from hetero_client.cli.console import print_error
 from hetero_client.errors import ClientError, ProcessDiedError
 
@@ -97,6 +97,7 @@ app.command()(group_commands.drain)
 app.command()(group_commands.profile)
 app.command()(group_commands.place_experts)
 app.command()(group_commands.update_weights)
+app.command()(key_commands.key)
 app.add_typer(model_commands.app, name="model")
 
 

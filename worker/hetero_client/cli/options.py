@@ -16,6 +16,7 @@ from hetero_client.messages import Choice, Constraint, Grammar, JsonSchema, Rege
 
 if TYPE_CHECKING:
     from hetero_client.admin import AdminClient
+    from hetero_client.client import HeteroClient
     from hetero_client.launcher.run_directory import GroupRecord
 
 _WHERE = "Request and server"
@@ -44,6 +45,33 @@ ModelOption = Annotated[
         help="Model directory, or alias of a fetched model, to use in place of spec.model.uri.",
     ),
 ]
+KeysOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--keys",
+        metavar="FILE",
+        help="Keys file: clients must show a key of it (hetero key makes entries). What is in "
+        "spec.gateway.auth.keysSecretRef in a cluster.",
+    ),
+]
+TlsFolderOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-dir",
+        metavar="DIR",
+        help="Folder with tls.crt and tls.key: the gateway uses TLS. What is in spec.gateway.tls.secretName in a "
+        "cluster.",
+    ),
+]
+ClientCaFolderOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--client-ca-dir",
+        metavar="DIR",
+        help="Folder with ca.crt: clients must show a certificate of this authority. What is in "
+        "spec.gateway.tls.clientCASecretName in a cluster.",
+    ),
+]
 RemeasureOption = Annotated[
     bool,
     typer.Option(
@@ -61,6 +89,33 @@ AdminAddressOption = Annotated[
         "--admin-address",
         metavar="HOST:PORT",
         help="The gateway's Admin port. Default: the local group's.",
+        rich_help_panel=_WHERE,
+    ),
+]
+ApiKeyFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--api-key-file",
+        metavar="FILE",
+        help="File with the key to show. Default: $HETERO_API_KEY, or the file in $HETERO_API_KEY_FILE.",
+        rich_help_panel=_WHERE,
+    ),
+]
+CaOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca",
+        metavar="FILE",
+        help="Authority that the gateway's certificate must be of, in PEM. Default: the file in $HETERO_CA_FILE.",
+        rich_help_panel=_WHERE,
+    ),
+]
+TlsOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--tls/--no-tls",
+        help="Whether to use TLS. Default: where an authority is given, or a certificate "
+        "($HETERO_CLIENT_CERT_FILE, $HETERO_CLIENT_KEY_FILE).",
         rich_help_panel=_WHERE,
     ),
 ]
@@ -186,25 +241,45 @@ def local_group(name: str | None) -> GroupRecord:
     return find_group(HeteroHome.from_environment(), name)
 
 
-def inference_address(address: str | None, group: str | None) -> str:
-    """Return the address of the gateway. Raises NoGroupError."""
-    return address or local_group(group).inference
+def inference_client(
+    address: str | None, group: str | None, *, api_key_file: Path | None, ca: Path | None, tls: bool | None
+) -> HeteroClient:
+    """Return a client of the gateway. Raises NoGroupError or CredentialsError."""
+    from hetero_client.access import Access
+    from hetero_client.client import HeteroClient
+
+    access = Access.find(api_key_file=api_key_file, ca_file=ca, tls=tls)
+    return HeteroClient(address or local_group(group).inference, access=access)
 
 
 def admin_client(admin_address: str | None, group: str | None) -> AdminClient:
     """Return a client of the gateway's Admin service. Raises NoGroupError."""
     from hetero_client.admin import AdminClient
 
-    # A local group's gateway is on loopback and requires no token.
-    token = admin_token(os.environ) if admin_address else None
-    return AdminClient(admin_address or local_group(group).admin, token=token)
+    if admin_address:
+        return AdminClient(admin_address, token=admin_token(os.environ))
+    return _local_admin_client(local_group(group))
+
+
+def _local_admin_client(group: GroupRecord) -> AdminClient:
+    """Return a client of a local group's Admin service, whose token is in the run's folder if it asks for one."""
+    from hetero_client.admin import AdminClient
+    from hetero_client.home import HeteroHome
+    from hetero_client.launcher.run_directory import RunDirectory
+
+    run = RunDirectory.for_group(HeteroHome.from_environment(), group.name)
+    return AdminClient(group.admin, token=run.read_admin_token())
 
 
 def admin_token(environment: Mapping[str, str]) -> str | None:
-    """Return the token in the file that HETERO_ADMIN_TOKEN_FILE names. Raises BadParameter."""
+    """Return the token in the file that HETERO_ADMIN_TOKEN_FILE names, else the key to show; None without both.
+
+    Raises BadParameter or CredentialsError.
+    """
     from hetero_api.program import read_admin_token
+    from hetero_client.access import Access
 
     try:
-        return read_admin_token(environment)
+        return read_admin_token(environment) or Access.find(environment=environment).api_key or None
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

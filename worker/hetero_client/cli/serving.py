@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hetero_client.cli.asking import AnswerFigures
     from hetero_client.client import GenerateStream
     from hetero_client.home import HeteroHome
+    from hetero_client.launcher.commands import DoorFiles
     from hetero_client.launcher.local_group import LocalGroup, LocalGroupConfig, StartTimes
 
 
@@ -40,6 +41,9 @@ def up(
             "start sooner and share that memory."
         ),
     ] = True,
+    keys: options.KeysOption = None,
+    tls_dir: options.TlsFolderOption = None,
+    client_ca_dir: options.ClientCaFolderOption = None,
     remeasure: options.RemeasureOption = False,
     dp_local_rank: Annotated[
         int,
@@ -65,11 +69,13 @@ def up(
     the log are shown, and the exit code is 1 (3 if trying again cannot help).
     """
     from hetero_client.home import HeteroHome
+    from hetero_client.launcher.commands import DoorFiles
 
     home = HeteroHome.from_environment()
     config = prepare(
         file, port=port, http_port=http_port, model=model, home=home, with_forkserver=forkserver,
         remeasure=remeasure, dp_local_rank=dp_local_rank,
+        door=DoorFiles(keys=keys, tls=tls_dir, client_ca=client_ca_dir),
     )  # fmt: skip
     serve(config, home=home)
 
@@ -145,9 +151,11 @@ def prepare(
     with_forkserver: bool,
     remeasure: bool = False,
     dp_local_rank: int = 0,
+    door: DoorFiles | None = None,
 ) -> LocalGroupConfig:
     """Return what is decided before the first process, and print warnings. Raises HeteroError."""
     from hetero_api.manifest import load_manifest
+    from hetero_client.launcher.commands import DoorFiles
     from hetero_client.launcher.local_group import LocalGroupConfig
     from hetero_client.launcher.local_plan import plan_here
     from hetero_client.launcher.run_directory import MeasurementStore
@@ -155,6 +163,8 @@ def prepare(
     from hetero_client.model_store.store import ModelStore
 
     resource = load_manifest(file)
+    door = door or DoorFiles()
+    door.check(resource.spec.gateway)
     plan = plan_here(resource, dp_local_rank=dp_local_rank)
     for warning in plan.warnings:
         print_warning(warning)
@@ -174,6 +184,7 @@ def prepare(
         http_port=http_port if http_port is not None else 0 if port == 0 else service.http_port,
         with_forkserver=with_forkserver,
         dp_local_rank=dp_local_rank,
+        door=door,
     )
     store = MeasurementStore.for_group(home, config.name, resource, model_dir=config.model_dir, plan=plan)
     if remeasure:
@@ -212,7 +223,7 @@ def _started(config: LocalGroupConfig, home: HeteroHome) -> Iterator[tuple[Local
     run = RunDirectory.for_group(home, config.name)
     with StopSignals() as signals, LocalGroup(config, run=run, signals=signals, report=print_note) as group:
         topology, times = _start(group, config)
-        _show_ready(group, topology, times)
+        _show_ready(group, topology, times, config=config)
         yield group, times, signals
 
 
@@ -226,7 +237,7 @@ def _start(group: LocalGroup, config: LocalGroupConfig) -> tuple[GroupTopology, 
         return group.wait_ready(display.show)
 
 
-def _show_ready(group: LocalGroup, topology: GroupTopology, times: StartTimes) -> None:
+def _show_ready(group: LocalGroup, topology: GroupTopology, times: StartTimes, *, config: LocalGroupConfig) -> None:
     from hetero_client.cli.tables import placement_view
 
     console = errors()
@@ -240,7 +251,8 @@ def _show_ready(group: LocalGroup, topology: GroupTopology, times: StartTimes) -
     if (measured_at := group.keep_measurements()) is not None:
         when = time.strftime("%d %b %H:%M", time.localtime(measured_at))
         console.print(f"measurements of {when}; --remeasure repeats them", style="dim", highlight=False)
-    console.print(f"OpenAI API: http://{group.record.http}/v1", style="dim", highlight=False)
+    scheme = "https" if config.door.tls is not None else "http"
+    console.print(f"OpenAI API: {scheme}://{group.record.http}/v1", style="dim", highlight=False)
     console.print(f"ready: {group.record.inference}", style="bold green", highlight=False)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from hetero_api.api_keys import read_keys
 from hetero_api.cpu_list import format_cpu_list
+from hetero_api.spec import GatewaySpec
 from hetero_api.supervision.child import Command
+from hetero_client.errors import LocalSpecError
 from hetero_client.launcher.local_plan import RankProcess
 from hetero_client.launcher.run_directory import RunDirectory
 
@@ -46,6 +49,45 @@ class GatewayPorts:
         return cls(ports["inference"], ports["http"], ports["admin"], ports["ranks"])
 
 
+DOOR_OPTIONS: Final = {
+    "auth.keysSecretRef": "--keys FILE",
+    "tls.secretName": "--tls-dir DIR",
+    "tls.clientCASecretName": "--client-ca-dir DIR",
+}
+"""Options that stand for Secrets, by their fields below spec.gateway."""
+
+
+@dataclass(frozen=True, slots=True)
+class DoorFiles:
+    """Files of the front door, in place of the Secrets that spec.gateway names in a cluster."""
+
+    keys: Path | None = None
+    """Keys file; None: callers need no key."""
+    tls: Path | None = None
+    """Folder with tls.crt and tls.key; None: no TLS."""
+    client_ca: Path | None = None
+    """Folder with ca.crt, whose certificates clients must show; None: they need none."""
+
+    def check(self, gateway: GatewaySpec) -> None:
+        """Raise LocalSpecError for a Secret that no file stands for, and ManifestError for a wrong keys file."""
+        if self.keys is not None:
+            read_keys(self.keys)
+        missing = gateway.without_files(keys=self.keys, tls=self.tls, client_ca=self.client_ca)
+        problems = [
+            f"spec.gateway.{field}: Secrets exist only in a cluster; give its files with {DOOR_OPTIONS[field]}"
+            for field in missing
+        ]
+        if problems:
+            raise LocalSpecError(problems)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Arguments of the gateway."""
+        options = {"--keys": self.keys, "--tls-dir": self.tls, "--client-ca-dir": self.client_ca}
+        given = {option: path for option, path in options.items() if path is not None}
+        return tuple(text for option, path in given.items() for text in (option, str(path.absolute())))
+
+
 @dataclass(frozen=True, slots=True)
 class GroupCommands:
     """Command lines of one group."""
@@ -56,6 +98,8 @@ class GroupCommands:
     run: RunDirectory
     packed_weights: Path | None = None
     """Folder in which ranks keep packed weights from start to start; None: nowhere."""
+    door: DoorFiles = field(default_factory=DoorFiles)
+    """Files in place of the Secrets that spec.gateway names."""
 
     def gateway(self, ports: GatewayPorts) -> Command:
         """Return the gateway's command."""
@@ -70,6 +114,7 @@ class GroupCommands:
             "--ranks-port", str(ports.ranks),
             "--state-file", str(self.run.gateway_state_path),
             "--drain-timeout-s", "0",  # Ctrl-C means now
+            *self.door.arguments,
         )  # fmt: skip
         return Command(GATEWAY, argv, self.run.log_path(GATEWAY))
 

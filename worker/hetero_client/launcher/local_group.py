@@ -36,7 +36,7 @@ from hetero_client.errors import (
     StartInterruptedError,
     StartTimeoutError,
 )
-from hetero_client.launcher.commands import GATEWAY, HOST, GatewayPorts, GroupCommands, Programs
+from hetero_client.launcher.commands import GATEWAY, HOST, DoorFiles, GatewayPorts, GroupCommands, Programs
 from hetero_client.launcher.healing import Healing, Report, died, new_service
 from hetero_client.launcher.local_plan import LocalPlan
 from hetero_client.launcher.run_directory import GroupRecord, MeasurementStore, RunDirectory
@@ -74,6 +74,8 @@ class LocalGroupConfig:
     """Measurements of earlier starts; None: ranks measure at every start."""
     packed_weights: Path | None = None
     """Folder in which ranks keep packed weights from start to start; None: nowhere."""
+    door: DoorFiles = field(default_factory=DoorFiles)
+    """Files in place of the Secrets that spec.gateway names."""
     dp_local_rank: int = 0
     """Number of this group among those of the same resource that share this machine's devices and cores."""
 
@@ -107,13 +109,20 @@ class LocalGroup:
         self._signals = signals
         self._report = report
         self._commands = GroupCommands(
-            config.programs, config.manifest, config.model_dir, run, packed_weights=config.packed_weights
+            config.programs,
+            config.manifest,
+            config.model_dir,
+            run,
+            packed_weights=config.packed_weights,
+            door=config.door,
         )
         # PYTHONSAFEPATH: a json.py in the user's folder must not shadow the gateway's.
         own = {ENV_GROUP_TOKEN_FILE: str(run.token_path), "PYTHONSAFEPATH": "1"}
         if config.plan.uses_gpus:
             own |= IN_PCI_ORDER  # as the plan numbers devices
-        # The gateway is on loopback: the launcher, `hetero ps` and `hetero topology` call it without a token.
+        # On loopback, the launcher, `hetero ps` and `hetero topology` need no token, unless others need keys.
+        if config.door.keys is not None:
+            own[ENV_ADMIN_TOKEN_FILE] = str(run.admin_token_path)
         inherited = {key: value for key, value in config.environment.items() if key != ENV_ADMIN_TOKEN_FILE}
         self._supervisor = Supervisor(environment={**inherited, **own})
         self._forkserver = Forkserver(self._supervisor, self._commands.forkserver()) if config.with_forkserver else None
@@ -136,7 +145,7 @@ class LocalGroup:
     def __enter__(self) -> Self:
         if not self._run.lock.try_acquire():
             raise AlreadyRunningError(self._config.name, pid=self._run.lock.holder_pid())
-        self._run.prepare()
+        self._run.prepare(with_admin_token=self._config.door.keys is not None)
         if self._config.measurements is not None:
             self._config.measurements.copy_to(self._run)
         return self
@@ -161,7 +170,7 @@ class LocalGroup:
         self._services.add(gateway)
         addresses = self._wait_for_gateway()
         gateway.command = self._commands.gateway(GatewayPorts.from_addresses(addresses))
-        self._admin = AdminClient(addresses["admin"])
+        self._admin = AdminClient(addresses["admin"], token=self._run.read_admin_token())
         self._wait_for_forkserver()
         for rank in self._config.plan.ranks:
             self._services.add(new_service(self._commands.rank(rank, addresses["ranks"])))

@@ -6,6 +6,7 @@ lock           held by the launcher while it runs; tells whether the group runs
 group.json     GroupRecord: pids and addresses, for `hetero ps` and for commands without --address
 gateway.json   written by the gateway once it listens
 token          secret that ranks authenticate with, mode 0600
+admin-token    secret that callers of Admin show, mode 0600; only where callers need keys
 *.log          one for each process; kept until the next start
 *.measured     measurements of each rank at start, for the process that takes its place
 
@@ -61,6 +62,8 @@ class RunDirectory:
         self.lock = FileLock(path / "lock")
         self.token_path = path / "token"
         """File with the ranks' secret."""
+        self.admin_token_path = path / "admin-token"
+        """File with the secret that callers of Admin show."""
         self.gateway_state_path = path / "gateway.json"
         """File that the gateway writes once it listens."""
         self.record_path = path / "group.json"
@@ -79,21 +82,29 @@ class RunDirectory:
         """Return the file with a rank's measurements."""
         return self.path / f"{rank}.measured"
 
-    def prepare(self) -> None:
-        """Remove an earlier run's files and write a new token. The lock must be held."""
+    def prepare(self, *, with_admin_token: bool = False) -> None:
+        """Remove an earlier run's files and write new tokens. The lock must be held."""
         self.path.chmod(0o700)
-        files = [self.token_path, self.gateway_state_path, self.record_path]
-        for stale in [*files, *self.path.glob("*.log"), *self.path.glob("*.measured")]:
+        self.clear()
+        for stale in self.path.glob("*.log"):
             stale.unlink(missing_ok=True)
-        fd = os.open(self.token_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "w", encoding="ascii") as file:
-            file.write(secrets.token_urlsafe(32))
+        for path in (self.token_path, *([self.admin_token_path] if with_admin_token else [])):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(fd, "w", encoding="ascii") as file:
+                file.write(secrets.token_urlsafe(32))
 
     def clear(self) -> None:
         """Remove all files but the logs."""
-        files = [self.token_path, self.gateway_state_path, self.record_path]
+        files = [self.token_path, self.admin_token_path, self.gateway_state_path, self.record_path]
         for path in [*files, *self.path.glob("*.measured")]:
             path.unlink(missing_ok=True)
+
+    def read_admin_token(self) -> str | None:
+        """Return what callers of Admin show; None when they need not show anything."""
+        try:
+            return self.admin_token_path.read_text(encoding="ascii")
+        except FileNotFoundError:
+            return None
 
     def write_record(self, record: GroupRecord) -> None:
         """Write the group's record."""

@@ -30,7 +30,7 @@ from hetero_gateway.engine.admission import Admission, Alarm, StepHolds
 from hetero_gateway.engine.config import EngineConfig, end_token_ids
 from hetero_gateway.engine.errors import DeadlineExceeded, EngineFault, EngineUnavailable, GroupLost, StepMismatch
 from hetero_gateway.engine.output_processor import ActiveRequest, OutputProcessor
-from hetero_gateway.engine.request import GenerationRequest
+from hetero_gateway.engine.request import GenerationRequest, num_generated_tokens
 from hetero_gateway.engine.scheduler import Scheduler
 from hetero_gateway.engine.step_pace import DecodePace, StepPace
 from hetero_gateway.engine.steps_in_flight import StepInFlight, StepsInFlight
@@ -191,12 +191,13 @@ class EngineCore:
 
     # --- requests ---------------------------------------------------------------------------------------
 
-    def submit(self, asked: GenerationRequest) -> RequestStream:
+    def submit(self, asked: GenerationRequest, *, on_end: Callable[[int], None] = lambda _: None) -> RequestStream:
         """Queue a request and return its stream; a constraint must be compiled.
 
         With `received` it goes on behind these tokens, and takes the place of a request of the same id that is in
-        flight: the old stream ends with ABORT. Raises EngineUnavailable, InvalidRequest, DuplicateRequest or QueueFull;
-        then there is no stream to end.
+        flight: the old stream ends with ABORT. `on_end` is called once, as soon as the stream ends, with the number of
+        tokens that were generated. Raises EngineUnavailable, InvalidRequest, DuplicateRequest or QueueFull; then there
+        is no stream to end.
         """
         refusal = self._admission.refusal
         if refusal is not None:
@@ -211,6 +212,7 @@ class EngineCore:
             detokenizers=[self._detokenizer(asked) for _ in request.completions],
             cancel=self._cancel,
             turns=self._turns,
+            on_end=lambda: on_end(num_generated_tokens(request)),
         )
         active = ActiveRequest(request, stream)
         self._outputs.accept(active, matchers)

@@ -247,6 +247,11 @@ def num_queued_tokens(asked: GenerationRequest) -> int:
     return asked.n * len(asked.prompt_token_ids) + sum(map(len, asked.received))
 
 
+def num_generated_tokens(request: Request) -> int:
+    """Return how many tokens were generated for all completions of a request, received ones not counted."""
+    return sum(each.num_output_tokens - each.num_received for each in request.completions)
+
+
 def mark_if_received_whole(completion: Completion) -> bool:
     """Return whether the received tokens are the whole completion, and then note why it ended."""
     if completion.num_received == 0:

@@ -117,7 +117,8 @@ class CompletionFeed:
 class RequestStream:
     """Events of one request: iterate over it. It ends after a Finished for each completion, or by an EngineError.
 
-    `turns` bounds how much all readers of the loop take at once.
+    `turns` bounds how much all readers of the loop take at once. `on_end` is called once, when the last completion has
+    ended, whether or not the reader has taken it.
     """
 
     def __init__(
@@ -128,12 +129,14 @@ class RequestStream:
         detokenizers: Sequence[IncrementalDetokenizer],
         cancel: Callable[[RequestStream], None],
         turns: ReaderTurns,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.request_id = request_id
         self.num_prompt_tokens = num_prompt_tokens
         self.feeds = tuple(CompletionFeed(self, index, each) for index, each in enumerate(detokenizers))
         self._cancel = cancel
         self._turns = turns
+        self._on_end = on_end
         self._num_open = len(self.feeds)
         self._with_news: deque[CompletionFeed] = deque()
         self._prompt_logprobs: pb.PromptLogprobs | None = None
@@ -191,7 +194,7 @@ class RequestStream:
     def fail(self, error: EngineError) -> None:
         """End every completion that has not ended. Pending events still come before the error."""
         self._error = error
-        self._num_open = 0
+        self._close(self._num_open)
         self._wake()
 
     def has_news(self, feed: CompletionFeed, *, ended: bool = False) -> None:
@@ -199,8 +202,14 @@ class RequestStream:
         if not feed.is_queued:
             self._queue(feed)
         if ended:
-            self._num_open -= 1
+            self._close(1)
         self._wake()
+
+    def _close(self, num_ended: int) -> None:
+        """Count completions that have ended."""
+        self._num_open -= num_ended
+        if num_ended and not self._num_open:
+            self._on_end()
 
     def _queue(self, feed: CompletionFeed) -> None:
         feed.is_queued = True

@@ -4,6 +4,7 @@ app           the process's main            inference    hetero.v1.Inference: re
 config        its inputs                    openai       the HTTP door
 serving       from listening to the end     reading      requests of both doors to the engine's
 gateway       the parts, wired              validation   bounds of messages    sampling_params   bounds, defaults
-grpc_server   options, ports, tokens        admin        hetero.v1.Admin       ranks             hetero.v1.Ranks
+grpc_server   options, ports, guards        admin        hetero.v1.Admin       ranks             hetero.v1.Ranks
 calls         how calls end                 health       grpc.health.v1, kubelet's probes        metrics   Prometheus
+access        keys, principals, limits
 """

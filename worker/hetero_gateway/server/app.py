@@ -21,7 +21,7 @@ from hetero_api.errors import HeteroError, ManifestError, ModelError, PlanError
 from hetero_api.host.memory import release_freed_memory
 from hetero_gateway.group.errors import UnsupportedSpecError
 from hetero_gateway.server.config import PROGRAM, GatewayConfig, read_model
-from hetero_gateway.server.errors import BindError
+from hetero_gateway.server.errors import BindError, TlsError
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -30,15 +30,18 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     _configure_logging(config)
     try:
         model = read_model(config.manifest, config.model_dir)
+        config.check_access(model.resource.spec.gateway)
         release_freed_memory()
         from hetero_gateway.server.serving import live
 
         return live(config, model)
-    except (ManifestError, UnsupportedSpecError) as error:
+    except ManifestError as error:
+        return _tell([f"{error.source or config.manifest}: {problem}" for problem in error.problems], EXIT_USAGE)
+    except UnsupportedSpecError as error:
         return _tell([f"{config.manifest}: {problem}" for problem in error.problems], EXIT_USAGE)
     except PlanError as error:
         return _tell([f"{config.manifest}: {error}"], EXIT_USAGE)
-    except BindError as error:
+    except (BindError, TlsError) as error:
         return _tell([str(error)], EXIT_USAGE)
     except ModelError as error:
         return _tell([str(error)], EXIT_PERMANENT)

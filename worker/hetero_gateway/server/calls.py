@@ -30,7 +30,7 @@ from hetero_gateway.engine.errors import (
     QueueFull,
 )
 from hetero_gateway.group.errors import CommandFailed, InvalidCommand, WrongState
-from hetero_gateway.server.errors import InvalidArguments, Violation
+from hetero_gateway.server.errors import Forbidden, InvalidArguments, LimitExceeded, Unauthenticated, Violation
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,9 @@ _CODES: Final[dict[type[HeteroError], grpc.StatusCode]] = {
     InvalidCommand: grpc.StatusCode.INVALID_ARGUMENT,
     DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    LimitExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    Forbidden: grpc.StatusCode.PERMISSION_DENIED,
     EngineUnavailable: grpc.StatusCode.UNAVAILABLE,
     GroupLost: grpc.StatusCode.UNAVAILABLE,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -123,8 +126,14 @@ def _details(error: Exception) -> tuple[Message, ...]:
     if isinstance(error, InvalidArguments):
         return (_bad_request(*error.violations),)
     if isinstance(error, QueueFull):
-        return (error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=RETRY_AFTER_S)),)
+        return (_retry_info(RETRY_AFTER_S),)
+    if isinstance(error, LimitExceeded):
+        return (_retry_info(error.retry_after_s),)
     return ()
+
+
+def _retry_info(after_s: int) -> error_details_pb2.RetryInfo:
+    return error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=after_s))
 
 
 def _bad_request(*violations: Violation) -> error_details_pb2.BadRequest:

@@ -15,11 +15,12 @@ from hetero_api.manifest import load_manifest
 from hetero_api.model_config import ModelConfig, model_fingerprint
 from hetero_api.model_directory import read_source
 from hetero_api.program import ProgramParser, read_admin_token, read_group_token, read_log_level
-from hetero_api.spec import HeteroInference, SamplingDefaults
+from hetero_api.spec import GatewaySpec, HeteroInference, SamplingDefaults
 from hetero_api.v1 import inference_pb2
 from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.step_pace import LOOKAHEAD_S
 from hetero_gateway.engine.text.tokenizer import TextTokenizer
+from hetero_gateway.group.errors import UnsupportedSpecError
 from hetero_gateway.group.settings import GroupSettings, check_supported
 from hetero_gateway.server.sampling_params import read_sampling_defaults
 
@@ -48,6 +49,12 @@ class GatewayConfig:
     """The group's token."""
     admin_token: str | None = field(repr=False)
     """The token that callers of Admin must show; None: no token is needed."""
+    keys_file: Path | None = None
+    """The keys file of the front door; None: no key is needed."""
+    tls_dir: Path | None = None
+    """Folder with tls.crt and tls.key of the front door; None: no TLS."""
+    client_ca_dir: Path | None = None
+    """Folder with ca.crt, the authority of certificates that clients must show; None: they need none."""
     log_level: str = "INFO"
 
     @classmethod
@@ -63,6 +70,8 @@ class GatewayConfig:
                 log_level=read_log_level(environment),
             )
             config.check_exposure()
+            if config.client_ca_dir is not None and config.tls_dir is None:
+                raise ValueError("--client-ca-dir needs --tls-dir: only TLS knows certificates of clients")
             return config
         except ValueError as error:
             parser.error(str(error))
@@ -74,6 +83,16 @@ class GatewayConfig:
                 f"--host {self.host} can be reached from other machines, and {ENV_ADMIN_TOKEN_FILE} is not set; set it "
                 "to a file with the token that callers of hetero.v1.Admin must show, or listen on 127.0.0.1"
             )
+
+    def check_access(self, gateway: GatewaySpec) -> None:
+        """Raise UnsupportedSpecError unless there is a file for all that the resource asks of the front door."""
+        missing = gateway.without_files(keys=self.keys_file, tls=self.tls_dir, client_ca=self.client_ca_dir)
+        problems = [
+            f"spec.gateway.{field}: no files were given for this Secret; see --keys, --tls-dir and --client-ca-dir"
+            for field in missing
+        ]
+        if problems:
+            raise UnsupportedSpecError(problems)
 
 
 def _is_loopback(host: str) -> bool:
@@ -93,6 +112,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--admin-port", default=ADMIN_PORT, type=_port, metavar="N", help="default: %(default)s")
     add("--ranks-port", default=RANKS_PORT, type=_port, metavar="N", help="default: %(default)s")
     add("--http-port", type=_port, metavar="N", help="default: the resource's spec.gateway.service.httpPort")
+    add(
+        "--keys",
+        type=Path,
+        dest="keys_file",
+        metavar="FILE",
+        help="keys file of the front door; default: no key is needed",
+    )
+    add("--tls-dir", type=Path, metavar="DIR", help="folder with tls.crt and tls.key; default: no TLS")
+    add(
+        "--client-ca-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder with ca.crt, whose certificates clients must show; default: they need none",
+    )
     add("--metrics-port", type=_port, metavar="N", help="/livez, /readyz and /metrics over HTTP; default: none")
     add(
         "--drain-timeout-s",

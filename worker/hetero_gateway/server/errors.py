@@ -3,7 +3,11 @@
 HeteroError (hetero_api)
 └── ServerError
     ├── BindError          a port cannot be listened on
-    └── InvalidArguments   a call's message breaks bounds; holds every violation
+    ├── TlsError           a certificate, key or authority cannot be used
+    ├── InvalidArguments   a call's message breaks bounds; holds every violation
+    ├── Unauthenticated    a call shows no key that is known
+    ├── Forbidden          a call's key is known, and lacks the role
+    └── LimitExceeded      a principal has taken what its limits allow; holds when to try again
 """
 
 from __future__ import annotations
@@ -20,6 +24,10 @@ class ServerError(HeteroError):
 
 class BindError(ServerError):
     """A port is taken, or no port of this machine. The message names the option that chooses it."""
+
+
+class TlsError(ServerError):
+    """A certificate, key or authority cannot be used. The message names the files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +47,19 @@ class InvalidArguments(ServerError):
     def __init__(self, violations: Sequence[Violation]) -> None:
         self.violations = tuple(violations)
         super().__init__("; ".join(map(str, violations)))
+
+
+class Unauthenticated(ServerError):
+    """A call shows no key that is known."""
+
+
+class Forbidden(ServerError):
+    """A call's key is known, and lacks the role."""
+
+
+class LimitExceeded(ServerError):
+    """A principal has taken what its limits allow."""
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s

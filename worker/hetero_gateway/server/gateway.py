@@ -18,6 +18,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from hetero_api.api_keys import Role
 from hetero_api.contract import GATEWAY_SERVICES, MAX_INFERENCE_MESSAGE_BYTES, MAX_RANKS_MESSAGE_BYTES, VERSION
 from hetero_api.group_state import GroupState
 from hetero_api.probe_server import ProbeServer
@@ -26,14 +27,19 @@ from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.group.admin_rpcs import AdminRpcs
 from hetero_gateway.group.experts import ExpertRebalancer, wants_rebalancing
 from hetero_gateway.group.rendezvous import Group
+from hetero_gateway.server.access.files import AccessFiles
+from hetero_gateway.server.access.intake import Intake
+from hetero_gateway.server.access.limits import Meters
+from hetero_gateway.server.access.principals import Guard
 from hetero_gateway.server.admin import serve_admin
 from hetero_gateway.server.calls import InFlight
 from hetero_gateway.server.config import ServedModel
-from hetero_gateway.server.errors import BindError
-from hetero_gateway.server.grpc_server import UNBOUNDED, BearerInterceptor, bind, new_server
+from hetero_gateway.server.errors import BindError, Forbidden, Unauthenticated
+from hetero_gateway.server.grpc_server import UNBOUNDED, GuardInterceptor, bind, new_server
 from hetero_gateway.server.health import WHOLE_SERVER, GatewayProbes, HealthServicer, LoopReader
-from hetero_gateway.server.inference import InferenceServicer, serve_inference
+from hetero_gateway.server.inference import UNCOUNTED, InferenceServicer, serve_inference
 from hetero_gateway.server.metrics import EngineCollector, EngineReading, GatewayMetrics
+from hetero_gateway.server.openai.access import GuardedApplication
 from hetero_gateway.server.openai.endpoint import OpenAiEndpoint, with_cors
 from hetero_gateway.server.openai.http_server import HttpListener
 from hetero_gateway.server.ranks import serve_ranks
@@ -73,7 +79,12 @@ class Addresses:
 class Gateway:
     """One gateway, made on the loop that runs it."""
 
-    def __init__(self, model: ServedModel, *, token: str, admin_token: str | None = None) -> None:
+    def __init__(
+        self, model: ServedModel, *, token: str, admin_token: str | None = None, files: AccessFiles | None = None
+    ) -> None:
+        self._files = files or AccessFiles()
+        keys = self._files.keys
+        self._door, self._scrapes, self._meters = Guard(Role.USER, keys), Guard(Role.METRICS, keys), Meters()
         self.metrics = GatewayMetrics()
         self._probe_server: ProbeServer | None = None
         self._step_timeout_s = model.group_settings.spec.recovery.step_timeout_seconds
@@ -94,35 +105,48 @@ class Gateway:
         self._health = HealthServicer([WHOLE_SERVER, *GATEWAY_SERVICES])
         self._admin_health = HealthServicer([WHOLE_SERVER, _ADMIN_SERVICE, *GATEWAY_SERVICES])
         reader, in_flight, metrics = RequestReader(model), self._in_flight, self.metrics
+        intake = Intake(self.core, self._meters)
         servicer = InferenceServicer(
-            self.core,
+            intake,
             reader=reader,
             model_info=model.info,
             server_info=self._server_info,
             metrics=metrics,
             in_flight=in_flight,
         )
-        self._inference = new_server(max_message_bytes=MAX_INFERENCE_MESSAGE_BYTES)
+        self._inference = new_server(
+            max_message_bytes=MAX_INFERENCE_MESSAGE_BYTES,
+            interceptors=[GuardInterceptor(self._door, meters=self._meters, uncounted=UNCOUNTED)],
+        )
         serve_inference(self._inference, servicer)
         _add_health_and_reflection(self._inference, self._health, _INFERENCE_SERVICE)
-        self._endpoint = OpenAiEndpoint(self.core, model=model, reader=reader, metrics=metrics, in_flight=in_flight)
+        self._endpoint = OpenAiEndpoint(
+            self.core, intake=intake, model=model, reader=reader, metrics=metrics, in_flight=in_flight
+        )
         self._cors_origins = model.resource.spec.gateway.http.cors_origins
         self._http: HttpListener | None = None
-        self._admin = self._admin_server(admin_token)
-        self._ranks = new_server(
-            max_message_bytes=MAX_RANKS_MESSAGE_BYTES, interceptors=[BearerInterceptor(token, whose="this group's")]
-        )
+        self._admin = self._admin_server(Guard(Role.ADMIN, keys, admin_token, whose="the administrator's"))
+        ranks_guard = GuardInterceptor(Guard(token=token, whose="this group's"))
+        self._ranks = new_server(max_message_bytes=MAX_RANKS_MESSAGE_BYTES, interceptors=[ranks_guard])
         serve_ranks(self._ranks, self.group)
 
     async def listen(self, ports: Ports) -> Addresses:
         """Bind every port, then answer on all. Raises BindError; `close` is to be called then too."""
-        application = with_cors(self._endpoint.application(), self._cors_origins)
-        self._http = HttpListener(application, host=ports.host, port=ports.http, option="--http-port")
+        # A browser's own questions show no key, so they come before the guard.
+        guarded = GuardedApplication(self._endpoint.application(), self._door, self._meters)
+        application = with_cors(guarded, self._cors_origins)
+        host, tls = ports.host, self._files.tls
+        self._http = HttpListener(
+            application, host=host, port=ports.http, option="--http-port", tls=tls.context if tls else None
+        )
+        credentials = tls.grpc_credentials() if tls else None
         addresses = Addresses(
             http=self._http.address,
-            inference=bind(self._inference, host=ports.host, port=ports.inference, option="--inference-port"),
-            admin=bind(self._admin, host=ports.host, port=ports.admin, option="--admin-port"),
-            ranks=bind(self._ranks, host=ports.host, port=ports.ranks, option="--ranks-port"),
+            inference=bind(
+                self._inference, host=host, port=ports.inference, option="--inference-port", credentials=credentials
+            ),
+            admin=bind(self._admin, host=host, port=ports.admin, option="--admin-port"),
+            ranks=bind(self._ranks, host=host, port=ports.ranks, option="--ranks-port"),
         )
         if ports.metrics is not None:
             self._probe_server = self._start_probes(ports.host, ports.metrics)
@@ -138,6 +162,8 @@ class Gateway:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.core.run(), name="engine")
             tasks.create_task(self.group.run(), name="group")
+            for watch in self._files.watches:
+                tasks.create_task(watch.run(), name="files")
             if self._rebalancer is not None:
                 tasks.create_task(self._rebalancer.run(), name="experts")
 
@@ -200,14 +226,26 @@ class Gateway:
                 port=port,
                 probes={"/livez": probes.live, "/readyz": probes.ready},
                 registry=self.metrics.registry,
+                scrape_refusal=self._scrape_refusal,
             )
         except OSError as error:
             raise BindError(f"--metrics-port: cannot listen on {host} port {port}: {error.strerror}") from error
 
-    def _admin_server(self, token: str | None) -> grpc.aio.Server:
-        interceptors = [] if token is None else [BearerInterceptor(token, whose="the administrator's")]
+    def _scrape_refusal(self, authorization: str) -> tuple[str, str] | None:
+        """Return status and reason for a scrape that the guard refuses. Called from the probe server's threads."""
+        try:
+            self._scrapes.admit([authorization])
+        except Unauthenticated as error:
+            return "401 Unauthorized", str(error)
+        except Forbidden as error:
+            return "403 Forbidden", str(error)
+        return None
+
+    def _admin_server(self, guard: Guard) -> grpc.aio.Server:
         server = new_server(
-            max_message_bytes=MAX_INFERENCE_MESSAGE_BYTES, max_answer_bytes=UNBOUNDED, interceptors=interceptors
+            max_message_bytes=MAX_INFERENCE_MESSAGE_BYTES,
+            max_answer_bytes=UNBOUNDED,
+            interceptors=[GuardInterceptor(guard)],
         )
         serve_admin(server, topology=self.group.topology, stats=self.core.stats, rpcs=self._rpcs)
         _add_health_and_reflection(server, self._admin_health, _ADMIN_SERVICE)

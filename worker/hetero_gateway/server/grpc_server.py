@@ -1,4 +1,4 @@
-"""gRPC servers: their options, binding with errors that a person can act on, and the tokens that callers show.
+"""gRPC servers: their options, binding with errors that a person can act on, and what callers have to show.
 
 A server refuses before it allocates: messages are never decompressed (a small compressed message can be gigabytes), and
 connections, calls and headers are bounded.
@@ -6,16 +6,18 @@ connections, calls and headers are bounded.
 
 from __future__ import annotations
 
-import hmac
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Final
 
 import grpc
 
 from hetero_api.contract import AUTHORIZATION_KEY
-from hetero_gateway.server.calls import Context, RpcStatus, abort
+from hetero_api.errors import HeteroError
+from hetero_gateway.server.access.limits import Meters
+from hetero_gateway.server.access.principals import Guard
+from hetero_gateway.server.calls import Context, abort, status_of
 from hetero_gateway.server.errors import BindError
 
 logger = logging.getLogger(__name__)
@@ -71,10 +73,16 @@ def _shared_options() -> tuple[tuple[str, int], ...]:
     )
 
 
-def bind(server: grpc.aio.Server, *, host: str, port: int, option: str) -> str:
-    """Listen on `host`:`port`, 0 for any free port, and return the address. Raises BindError, which names `option`."""
+def bind(
+    server: grpc.aio.Server, *, host: str, port: int, option: str, credentials: grpc.ServerCredentials | None = None
+) -> str:
+    """Listen on `host`:`port`, 0 for any free port, and return the address; without `credentials`, without TLS.
+
+    Raises BindError, which names `option`.
+    """
+    where = address(host, port)
     try:
-        bound = server.add_insecure_port(address(host, port))
+        bound = server.add_secure_port(where, credentials) if credentials else server.add_insecure_port(where)
     except RuntimeError as error:
         raise BindError(
             f"{option}: cannot listen on {address(host, port)} ({_why_not(host, port)}); choose another port, or 0 for "
@@ -102,35 +110,44 @@ def _why_not(host: str, port: int) -> str:
 _HEALTH_PREFIX: Final = "/grpc.health.v1.Health/"
 
 
-class BearerInterceptor(grpc.aio.ServerInterceptor):
-    """Interceptor that asks callers of a server for a token, on all calls but those of health.
+class GuardInterceptor(grpc.aio.ServerInterceptor):
+    """Interceptor that lets a guard decide about all calls but those of health, before anything of them is read.
 
-    `whose` names the token in refusals, e.g. "this group's".
+    Calls are counted in `meters`, if given, but for `uncounted` methods: those that free what others took.
     """
 
-    def __init__(self, token: str, *, whose: str) -> None:
-        self._expected = f"Bearer {token}".encode()
-        self._whose = whose
+    def __init__(self, guard: Guard, *, meters: Meters | None = None, uncounted: Collection[str] = ()) -> None:
+        self._guard = guard
+        self._meters = meters
+        self._uncounted = frozenset(uncounted)
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Pass on a call that shows the token; refuse another before anything of it is read."""
+        """Pass on a call that the guard lets in; refuse another."""
         details = handler_call_details
-        if details.method.startswith(_HEALTH_PREFIX) or self._is_shown(details.invocation_metadata):
-            handler: grpc.RpcMethodHandler[Any, Any] | None = await continuation(details)
-            return handler
-        # A handler of streams fits any call: it is refused before anything of it is read.
-        return grpc.stream_stream_rpc_method_handler(self._refuse)
+        if not details.method.startswith(_HEALTH_PREFIX):
+            try:
+                self._admit(details)
+            except HeteroError as error:
+                # A handler of streams fits any call: it is refused before anything of it is read.
+                return grpc.stream_stream_rpc_method_handler(_refusing(details.method, error))
+        handler: grpc.RpcMethodHandler[Any, Any] | None = await continuation(details)
+        return handler
 
-    def _is_shown(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
-        """Return whether the metadata hold the token exactly once, in a time that tells nothing about it."""
-        shown = [value for key, value in metadata or () if key == AUTHORIZATION_KEY]
-        raw = shown[0] if len(shown) == 1 else ""
-        return hmac.compare_digest(raw.encode() if isinstance(raw, str) else raw, self._expected)
+    def _admit(self, details: Any) -> None:
+        """Raise the error that refuses the call, if it is refused."""
+        metadata = details.invocation_metadata or ()
+        principal = self._guard.admit([value for key, value in metadata if key == AUTHORIZATION_KEY])
+        if self._meters is not None and details.method not in self._uncounted:
+            self._meters.of(principal).count_call()
 
-    async def _refuse(self, _: object, context: Context) -> None:
-        """End the call with UNAUTHENTICATED."""
-        logger.warning("peer=%s called without %s token", context.peer(), self._whose)
-        message = f"metadata {AUTHORIZATION_KEY!r} must be 'Bearer TOKEN' with {self._whose} token"
-        await abort(context, RpcStatus(grpc.StatusCode.UNAUTHENTICATED, message))
+
+def _refusing(method: str, error: HeteroError) -> Callable[[object, Context], Awaitable[None]]:
+    """Return a method that ends every call with an error."""
+
+    async def refuse(_: object, context: Context) -> None:
+        logger.warning("method=%s peer=%s refused: %s", method, context.peer(), error)
+        await abort(context, status_of(error))
+
+    return refuse

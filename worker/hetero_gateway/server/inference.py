@@ -15,16 +15,18 @@ from typing import Any, Final
 import grpc
 
 from hetero_api.v1 import inference_pb2 as pb
-from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.errors import DeadlineExceeded
 from hetero_gateway.engine.request import FinishReason
 from hetero_gateway.engine.stream import StreamEvent
+from hetero_gateway.server.access.intake import Intake
 from hetero_gateway.server.calls import Account, Context, InFlight, answering, when_over
 from hetero_gateway.server.metrics import GatewayMetrics
 from hetero_gateway.server.reading import RequestReader
 from hetero_gateway.server.validation import check_abort
 
 _SERVICE: Final = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+UNCOUNTED: Final = (f"/{_SERVICE}/Abort",)
+"""Methods that no limit of calls may refuse."""
 
 
 def serve_inference(server: grpc.aio.Server, servicer: InferenceServicer) -> None:
@@ -51,7 +53,7 @@ class InferenceServicer:
 
     def __init__(
         self,
-        core: EngineCore,
+        intake: Intake,
         *,
         reader: RequestReader,
         model_info: pb.GetModelInfoResponse,
@@ -60,7 +62,7 @@ class InferenceServicer:
         in_flight: InFlight,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._core = core
+        self._intake = intake
         self._reader = reader
         self._model_info = model_info
         self._server_info = server_info
@@ -78,7 +80,7 @@ class InferenceServicer:
             arrived_s = self._clock()
             request = await self._reader.parse(pb.GenerateRequest, data)
             asked = await self._reader.read(request, deadline_s=_deadline(context, now=arrived_s))
-            stream = self._core.submit(asked)
+            stream = self._intake.submit(asked)
             when_over(context, stream.cancel)
             prompt_tokens = stream.num_prompt_tokens
             yield started_event(asked.request_id, prompt_tokens=prompt_tokens, seed=asked.sampling.seed)
@@ -97,7 +99,7 @@ class InferenceServicer:
         async with answering(context, "Abort"):
             request = await self._reader.parse(pb.AbortRequest, data)
             check_abort(request)
-            return pb.AbortResponse(found=self._core.abort(request.request_id))
+            return pb.AbortResponse(found=self._intake.abort(request.request_id))
 
     async def Tokenize(self, data: bytes, context: Context) -> pb.TokenizeResponse:  # noqa: N802
         """Return the token ids of text or a conversation."""

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK
+from hetero_gateway.server.access.files import AccessFiles
+from hetero_gateway.server.access.tls import TlsFiles
 from hetero_gateway.server.config import GatewayConfig, ServedModel
 from hetero_gateway.server.gateway import Addresses, Gateway, Ports
 
@@ -27,13 +29,17 @@ logger = logging.getLogger(__name__)
 
 
 def live(config: GatewayConfig, model: ServedModel) -> int:
-    """Serve until asked to stop; return the exit status. Raises BindError, PlanError, or the error that broke it."""
+    """Serve until asked to stop; return the exit status.
+
+    Raises ManifestError (the keys file), TlsError, BindError, PlanError, or the error that broke it.
+    """
     return asyncio.run(_live(config, model))
 
 
 async def _live(config: GatewayConfig, model: ServedModel) -> int:
     stop = StopSignals(asyncio.get_running_loop())
-    gateway = Gateway(model, token=config.token, admin_token=config.admin_token)
+    files = AccessFiles.load(keys_file=config.keys_file, tls_files=_tls_files(config, model))
+    gateway = Gateway(model, token=config.token, admin_token=config.admin_token, files=files)
     try:
         addresses = await gateway.listen(_ports(config, model))
         _announce(config, model, addresses)
@@ -48,6 +54,13 @@ async def _live(config: GatewayConfig, model: ServedModel) -> int:
         await gateway.close(SHUTTING_DOWN)
         if config.state_file is not None:
             config.state_file.unlink(missing_ok=True)
+
+
+def _tls_files(config: GatewayConfig, model: ServedModel) -> TlsFiles | None:
+    """Return the files of TLS, with the names that the resource wants the certificate to be for."""
+    tls = model.resource.spec.gateway.tls
+    names = () if tls is None else tuple(tls.dns_names)
+    return None if config.tls_dir is None else TlsFiles(config.tls_dir, config.client_ca_dir, names)
 
 
 def _ports(config: GatewayConfig, model: ServedModel) -> Ports:

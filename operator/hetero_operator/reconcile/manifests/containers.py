@@ -203,9 +203,19 @@ def secret_file(volume: str, secret: SecretKeyRef | None, path: str) -> MountedF
     if secret is None:
         return MountedFiles()
     file = PurePosixPath(path)
-    items = [{"key": secret.key, "path": file.name}]
-    source = {"secretName": secret.name, "defaultMode": SECRET_FILE_MODE, "items": items}
-    mount = {"name": volume, "mountPath": str(file.parent), "readOnly": True}
+    return _secret_folder(volume, secret.name, {secret.key: file.name}, str(file.parent))
+
+
+def secret_folder(volume: str, secret: str | None, keys: Sequence[str], folder: str) -> MountedFiles:
+    """Return keys of a Secret as files of `folder`, under their own names; nothing when there is no Secret."""
+    return MountedFiles() if secret is None else _secret_folder(volume, secret, {key: key for key in keys}, folder)
+
+
+def _secret_folder(volume: str, secret: str, files: Mapping[str, str], folder: str) -> MountedFiles:
+    """Return keys of a Secret as files, by name. The kubelet replaces them when the Secret changes."""
+    items = [{"key": key, "path": file} for key, file in files.items()]
+    source = {"secretName": secret, "defaultMode": SECRET_FILE_MODE, "items": items}
+    mount = {"name": volume, "mountPath": folder, "readOnly": True}
     return MountedFiles(({"name": volume, "secret": source},), (mount,))
 
 

@@ -5,7 +5,7 @@ One pod, and Recreate: two gateways would be two groups. Rank pods find whicheve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from hetero_api.contract import (
@@ -15,12 +15,19 @@ from hetero_api.contract import (
     LABEL_GATEWAY_REVISION,
     LABEL_REVISION,
     POD_ADMIN_TOKEN_FILE,
+    POD_CLIENT_CA_DIR,
     POD_GROUP_TOKEN_FILE,
+    POD_KEYS_FILE,
     POD_MANIFEST,
     POD_MODEL_DIR,
+    POD_TLS_DIR,
     ROLE_GATEWAY,
     SECRET_ADMIN_TOKEN_KEY,
+    TLS_AUTHORITY,
+    TLS_CERTIFICATE,
+    TLS_KEY,
 )
+from hetero_api.spec import GatewaySpec
 from hetero_api.spec_model import SecretKeyRef
 from hetero_operator.reconcile.manifests.containers import (
     TMP_DIR,
@@ -33,6 +40,7 @@ from hetero_operator.reconcile.manifests.containers import (
     group_token,
     pod_template,
     secret_file,
+    secret_folder,
     tmp_files,
 )
 from hetero_operator.reconcile.manifests.model_volumes import deliver_model
@@ -63,6 +71,7 @@ def deployment(rendering: Rendering, template: Mapping[str, Any]) -> dict[str, A
 def gateway_template(rendering: Rendering) -> dict[str, Any]:
     """Return metadata and spec of the gateway's pod."""
     spec, names = rendering.spec, rendering.names
+    tls = spec.gateway.tls
     image = spec.images.gateway or rendering.options.gateway_image
     resources = gateway_resources(spec.gateway.resources)
     admin = SecretKeyRef(name=names.group_secret(rendering.revisions.ranks), key=SECRET_ADMIN_TOKEN_KEY)
@@ -71,6 +80,9 @@ def gateway_template(rendering: Rendering) -> dict[str, Any]:
         _config(rendering),
         group_token(rendering),
         secret_file("admin-token", admin, POD_ADMIN_TOKEN_FILE),
+        secret_file("keys", spec.gateway.keys_secret, POD_KEYS_FILE),
+        secret_folder("tls", tls.secret_name if tls else None, (TLS_CERTIFICATE, TLS_KEY), POD_TLS_DIR),
+        secret_folder("client-ca", tls.client_ca_secret_name if tls else None, (TLS_AUTHORITY,), POD_CLIENT_CA_DIR),
         tmp_files(),
     ]
     return pod_template(
@@ -96,7 +108,10 @@ def _container(
     return container(
         rendering, GATEWAY_CONTAINER, image, resources=resources,
         command=["python", "-m", "hetero_gateway"],
-        args=["--manifest", POD_MANIFEST, "--model", POD_MODEL_DIR, "--host", "0.0.0.0", *listen],
+        args=[
+            "--manifest", POD_MANIFEST, "--model", POD_MODEL_DIR, "--host", "0.0.0.0", *listen,
+            *_access_arguments(rendering.spec.gateway),
+        ],
         env={
             ENV_GROUP_TOKEN_FILE: POD_GROUP_TOKEN_FILE, ENV_ADMIN_TOKEN_FILE: POD_ADMIN_TOKEN_FILE, "HOME": TMP_DIR,
         },
@@ -104,6 +119,16 @@ def _container(
         ports=container_ports(GATEWAY_PORTS),
         **gateway_probes(),
     )  # fmt: skip
+
+
+def _access_arguments(gateway: GatewaySpec) -> Iterator[str]:
+    """Yield the arguments that name the files of the front door's Secrets."""
+    if gateway.keys_secret is not None:
+        yield from ("--keys", POD_KEYS_FILE)
+    if gateway.tls is not None:
+        yield from ("--tls-dir", POD_TLS_DIR)
+        if gateway.tls.client_ca_secret_name is not None:
+            yield from ("--client-ca-dir", POD_CLIENT_CA_DIR)
 
 
 def _config(rendering: Rendering) -> MountedFiles:

@@ -4,9 +4,9 @@ The client's Service is the front door. Two headless ones are for the inside of 
 are not ready: ranks have to find the gateway, and one another, before anything is ready.
 
 Collectives between ranks are not encrypted, those of GPUs and Gloo not authenticated either, and use ports of their own
-choosing: ranks are open to one another and closed to everybody else. The gateway's client ports are open to all, its
-admin port to the operator alone, its ranks port to this group's ranks. Metrics are open: nobody can know where
-Prometheus runs.
+choosing: ranks are open to one another and closed to everybody else. The gateway's client ports are open to pods of its
+namespace, or to all, its admin port to the operator alone, its ranks port to this group's ranks. Metrics are open:
+nobody can know where Prometheus runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from hetero_api.contract import POD_HEALTH_PORT, ROLE_GATEWAY, ROLE_RANK
+from hetero_api.contract import ANNOTATION_CLIENTS, POD_HEALTH_PORT, ROLE_GATEWAY, ROLE_RANK
+from hetero_operator.reconcile.exposure import Clients
 from hetero_operator.reconcile.manifests.model_volumes import HUB, parse_model_uri
 from hetero_operator.reconcile.manifests.rendering import (
     OPERATOR_APPLICATION,
@@ -66,7 +67,7 @@ def _headless(selector: dict[str, str], ports: dict[str, int]) -> dict[str, Any]
     }
 
 
-def network_policies(rendering: Rendering) -> list[dict[str, Any]]:
+def network_policies(rendering: Rendering, *, clients: Clients) -> list[dict[str, Any]]:
     """Return one policy for the ranks and one for the gateway; none when the user wants none."""
     if not rendering.spec.network_policy.enabled:
         return []
@@ -80,11 +81,12 @@ def network_policies(rendering: Rendering) -> list[dict[str, Any]]:
         _policy(
             rendering, names.gateway, component=ROLE_GATEWAY, selector=gateway,
             ingress=[
-                {"ports": _gateways("inference", "http", "metrics")},
+                {"ports": _gateways("metrics")},
+                {**_from(clients), "ports": _gateways("inference", "http")},
                 {"from": [_pods(ranks)], "ports": _gateways("ranks")},
-                {"from": [_operator(rendering)], "ports": _gateways("admin")},
+                {"from": [_operator(rendering)], "ports": _gateways("admin", "inference")},
             ],
-            egress=[],
+            egress=[], annotations={ANNOTATION_CLIENTS: clients.value},
         ),
     ]  # fmt: skip
 
@@ -97,6 +99,7 @@ def _policy(
     selector: Mapping[str, str],
     ingress: list[dict[str, Any]],
     egress: list[dict[str, Any]],
+    annotations: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     spec = {
         "podSelector": {"matchLabels": dict(selector)},
@@ -104,7 +107,12 @@ def _policy(
         "ingress": ingress,
         "egress": [*egress, *_outside(rendering)],
     }
-    return manifest(rendering, _POLICY, name, component=component, spec=spec)
+    return manifest(rendering, _POLICY, name, component=component, annotations=annotations or {}, spec=spec)
+
+
+def _from(clients: Clients) -> dict[str, Any]:
+    """Return the part of a rule that says where clients may be; nothing where they may be anywhere."""
+    return {"from": [{"podSelector": {}}]} if clients is Clients.NAMESPACE else {}
 
 
 def _outside(rendering: Rendering) -> list[dict[str, Any]]:

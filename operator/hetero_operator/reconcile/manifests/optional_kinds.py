@@ -129,11 +129,19 @@ def pod_monitors(rendering: Rendering) -> list[dict[str, Any]]:
     if not monitoring.pod_monitor or not rendering.capabilities.has(*POD_MONITOR):
         return []
     interval = f"{monitoring.interval_seconds}s"
+    secret = monitoring.key_secret_ref
+    shown: dict[str, Any] = {}
+    if secret is not None:
+        # Of the gateway alone: ranks ask for nothing, and need not know the key.
+        credentials = {"name": secret.name, "key": secret.key}
+        shown = {"metrics": {"authorization": {"type": "Bearer", "credentials": credentials}}}
     ports = ["metrics", *health_ports(rendering.spec)]
     spec = {
         "selector": {"matchLabels": {LABEL_NAME: rendering.names.resource}},
         "podTargetLabels": [LABEL_NAME, LABEL_ROLE, LABEL_POOL],
-        "podMetricsEndpoints": [{"port": port, "path": "/metrics", "interval": interval} for port in ports],
+        "podMetricsEndpoints": [
+            {"port": port, "path": "/metrics", "interval": interval, **shown.get(port, {})} for port in ports
+        ],
     }
     return [
         manifest(

@@ -14,6 +14,7 @@ from hetero_api.host.topology import NumaPolicy
 from hetero_api.spec_pools import PoolSpec, PoolType
 from hetero_api.status import Condition, ConditionStatus, ConditionType
 from hetero_api.v1.admin_pb2 import RankStatus
+from hetero_operator.reconcile.exposure import exposure, is_asked_for
 from hetero_operator.reconcile.model import FailureKind, WriteFailure
 from hetero_operator.reconcile.status import causes as found
 from hetero_operator.reconcile.status.causes import GATEWAY, Cause
@@ -91,6 +92,7 @@ def findings(situation: Situation, blockers: Blockers) -> dict[ConditionType, Fi
         ConditionType.GROUP_FORMED: blockers.idle or _group_formed(situation, blockers),
         ConditionType.GATEWAY_READY: blockers.idle or _gateway_ready(situation, blockers),
         ConditionType.SUSPENDED: _suspended(situation),
+        ConditionType.EXPOSED: _exposed(situation),
         ConditionType.NUMA_PINNED: _numa_pinned(situation, blockers),
     }
 
@@ -184,6 +186,20 @@ def _suspended(situation: Situation) -> Finding:
     if left:
         return Finding(FALSE, Reason.STOPPING, f"{idle.message} Pods are ending.")
     return Finding(TRUE, idle.reason, idle.message)
+
+
+def _exposed(situation: Situation) -> Finding:
+    """Return whether strangers reach the gateway of the spec in force without showing anything."""
+    if situation.basis is None:
+        return _idle(situation) or Finding(FALSE, Reason.NOT_EXPOSED, "Nothing is in force yet.")
+    spec = situation.basis.spec
+    why = exposure(spec, situation.names, situation.inventory)
+    if not why:
+        how = "Clients show a key or a certificate" if spec.gateway.asks_for_proof else "Clients are of this namespace"
+        return Finding(FALSE, Reason.NOT_EXPOSED, f"{how}.")
+    if is_asked_for(spec):
+        return Finding(TRUE, Reason.EXPOSED_AS_ASKED, f"{why}, and spec.gateway.auth.mode is None.")
+    return Finding(TRUE, Reason.EXPOSED, f"{why}, and the gateway asks for nothing. Set spec.gateway.auth.")
 
 
 def _scheduled(situation: Situation, blockers: Blockers) -> Finding:

@@ -32,6 +32,8 @@ class Reason(StrEnum):
     """There is nothing left to work toward."""
     NOT_SUSPENDED = "NotSuspended"
     """Pods are wanted."""
+    NOT_EXPOSED = "NotExposed"
+    """Clients of the gateway are of its namespace, or have to show a key or a certificate."""
 
     # --- asked for by the user ---------------------------------------------------------------------------
     SUSPENDED = "Suspended"
@@ -40,6 +42,9 @@ class Reason(StrEnum):
     """spec.replicas is 0; scale to 1 to run again."""
     STOPPING = "Stopping"
     """No pods are wanted; the last of them are ending."""
+
+    EXPOSED_AS_ASKED = "ExposedAsAsked"
+    """Whoever reaches the gateway may use it, as spec.gateway.auth.mode None says."""
 
     # --- under way ---------------------------------------------------------------------------------------
     ROLLING_OUT = "RollingOut"
@@ -64,6 +69,8 @@ class Reason(StrEnum):
     # --- the spec, and what the API server says of it ----------------------------------------------------
     INVALID_SPEC = "InvalidSpec"
     """The spec breaks a rule that the message names; it changes nothing until that is mended."""
+    EXPOSED = "Exposed"
+    """Clients beyond the namespace reach the gateway, which asks for nothing; set spec.gateway.auth, or clientsFrom."""
     NOT_SUPPORTED = "NotSupportedByCluster"
     """The spec asks for something that this cluster has no API for."""
     NAME_CONFLICT = "NameConflict"

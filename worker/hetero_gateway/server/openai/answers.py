@@ -28,7 +28,7 @@ from hetero_gateway.engine.errors import (
 )
 from hetero_gateway.engine.request import FinishReason
 from hetero_gateway.engine.text.answer_parser import CallArguments, CallStart, Content, Piece, Reasoning
-from hetero_gateway.server.errors import InvalidArguments
+from hetero_gateway.server.errors import Forbidden, InvalidArguments, LimitExceeded, Unauthenticated
 from hetero_gateway.server.openai.requests import body_field
 
 Json = dict[str, Any]
@@ -252,7 +252,7 @@ def _whole_call(call: MadeCall) -> Json:
     return {"id": call.id, "type": "function", "function": function}
 
 
-RETRY_AFTER: Final = {"Retry-After": "1"}
+RETRY_AFTER_S: Final = 1
 _SHOWN: Final = 8
 
 
@@ -260,16 +260,26 @@ class Failure(Exception):
     """Bad end of a call: an HTTP status, and the parts of the API's error object."""
 
     def __init__(
-        self, status: int, kind: str, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        kind: str,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int = RETRY_AFTER_S,
     ) -> None:
         super().__init__(message)
         self.status = status
+        self._retry_after_s = retry_after_s
         self._error = {"message": message, "type": kind, "param": param, "code": code}
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Return headers for clients that may try again."""
-        return RETRY_AFTER if self.status in (429, 503) else {}
+        """Return headers for clients that may try again, or have to show a key."""
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
+        return {"Retry-After": str(self._retry_after_s)} if self.status in (429, 503) else {}
 
     def body(self) -> dict[str, Any]:
         """Return the API's error object."""
@@ -279,6 +289,8 @@ class Failure(Exception):
 _STATUSES: Final[Mapping[type[HeteroError], tuple[int, str, str]]] = {
     DuplicateRequest: (409, "invalid_request_error", "already_exists"),
     QueueFull: (429, "rate_limit_error", "queue_full"),
+    Unauthenticated: (401, "invalid_request_error", "invalid_api_key"),
+    Forbidden: (403, "invalid_request_error", "permission_denied"),
     EngineUnavailable: (503, "server_error", "unavailable"),
     GroupLost: (503, "server_error", "unavailable"),
     DeadlineExceeded: (504, "server_error", "deadline_exceeded"),
@@ -297,6 +309,9 @@ def failure_of(error: Exception) -> Failure | None:
     if isinstance(error, InvalidRequest):
         field = body_field(error.field)
         return _invalid(f"{field}: {error.problem}", field)
+    if isinstance(error, LimitExceeded):
+        after_s = error.retry_after_s
+        return Failure(429, "rate_limit_error", str(error), code="rate_limit_exceeded", retry_after_s=after_s)
     known = _STATUSES.get(type(error)) if isinstance(error, HeteroError) else None
     if known is None:
         return None

@@ -27,6 +27,7 @@ from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.text.answer_formats import AnswerFormat
 from hetero_gateway.engine.text.answer_parser import AnswerParser
 from hetero_gateway.engine.text.asked_answer import AskedAnswer
+from hetero_gateway.server.access.intake import Intake
 from hetero_gateway.server.calls import Account, InFlight
 from hetero_gateway.server.config import ServedModel
 from hetero_gateway.server.metrics import GatewayMetrics
@@ -78,12 +79,14 @@ class OpenAiEndpoint:
         self,
         core: EngineCore,
         *,
+        intake: Intake,
         model: ServedModel,
         reader: RequestReader,
         metrics: GatewayMetrics,
         in_flight: InFlight,
     ) -> None:
         self._core = core
+        self._intake = intake
         self._tokenizer = model.tokenizer
         self._eos_token_ids = model.engine_config.eos_token_ids
         self._reader = reader
@@ -261,7 +264,7 @@ class OpenAiEndpoint:
         with ExitStack() as cleanup:
             for each in asked:
                 first = parts[-1].choices.stop if parts else 0
-                stream = self._core.submit(each)
+                stream = self._intake.submit(each)
                 cleanup.callback(stream.cancel)
                 new_parser = None if answer is None else self._parser_of(answer, each)
                 parts.append(

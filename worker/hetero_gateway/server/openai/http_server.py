@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -76,7 +77,23 @@ class _BoundedProtocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """A server without signal handlers: the gateway has its own."""
+    """A server without signal handlers: the gateway has its own. It bounds the time of handshakes, too."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen on the sockets."""
+        await self.lifespan.startup()
+        loop, tls = asyncio.get_running_loop(), self.config.ssl
+        timeout_s = None if tls is None else HEAD_TIMEOUT_S
+        self.servers = [
+            await loop.create_server(
+                self._new_protocol, sock=each, ssl=tls, backlog=_BACKLOG, ssl_handshake_timeout=timeout_s
+            )
+            for each in sockets or ()
+        ]
+        self.started = True
+
+    def _new_protocol(self) -> _BoundedProtocol:
+        return _BoundedProtocol(self.config, self.server_state, self.lifespan.state)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -86,7 +103,9 @@ class _Server(uvicorn.Server):
 class HttpListener:
     """Server of `application`, from `start` to `stop`. Made and used on one loop."""
 
-    def __init__(self, application: Any, *, host: str, port: int, option: str) -> None:
+    def __init__(
+        self, application: Any, *, host: str, port: int, option: str, tls: ssl.SSLContext | None = None
+    ) -> None:
         """Bind the port, 0 for any free one. Raises BindError, which names `option`."""
         self._socket = _bound(host, port, option)
         self.port = int(self._socket.getsockname()[1])
@@ -102,6 +121,8 @@ class HttpListener:
             http=_BoundedProtocol,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
+        config.load()
+        config.ssl = tls
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
 

@@ -1,0 +1,83 @@
+"""Who reaches a gateway, and whether it asks them for anything.
+
+A gateway is exposed when clients beyond its namespace reach it and it asks them neither for a key nor for a
+certificate. A spec that would expose it is refused, unless `spec.gateway.auth.mode: None` says so in as many words.
+What an earlier version exposed serves on, since its clients depend on it; the condition Exposed tells of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Final
+
+from hetero_api.contract import ANNOTATION_CLIENTS
+from hetero_api.spec import HeteroInferenceSpec
+from hetero_api.spec_access import AuthMode
+from hetero_api.spec_cluster import ClientSource
+from hetero_operator.reconcile.inventory import Inventory
+from hetero_operator.reconcile.names import Names
+
+_INSIDE: Final = "ClusterIP"
+_REMEDY: Final = (
+    "set spec.gateway.auth.keysSecretRef or spec.gateway.tls.clientCASecretName, or say spec.gateway.auth.mode: None"
+)
+
+
+class Clients(StrEnum):
+    """Where a NetworkPolicy lets clients be, as its annotation says."""
+
+    NAMESPACE = "Namespace"
+    ALL = "All"
+    AS_BEFORE = "AsBefore"
+    """Anywhere, because an earlier version let them, and the spec does not say."""
+
+
+def clients_of(spec: HeteroInferenceSpec, names: Names, inventory: Inventory) -> Clients:
+    """Return where the gateway's clients may be."""
+    asked = spec.network_policy.clients_from
+    if asked is not None:
+        return Clients(asked.value)
+    if spec.gateway.service.type != _INSIDE:
+        return Clients.ALL
+    policy = inventory.named("NetworkPolicy", names.gateway, group="networking.k8s.io")
+    if policy is None:
+        return Clients.NAMESPACE
+    annotations = policy["metadata"].get("annotations") or {}
+    was = annotations.get(ANNOTATION_CLIENTS, Clients.AS_BEFORE)
+    return Clients.AS_BEFORE if was == Clients.AS_BEFORE else Clients.NAMESPACE
+
+
+def exposure(spec: HeteroInferenceSpec, names: Names, inventory: Inventory) -> str:
+    """Return the reason why strangers reach a gateway that asks them for nothing; "" if they do not."""
+    if spec.gateway.asks_for_proof:
+        return ""
+    if spec.gateway.service.type != _INSIDE:
+        return f"spec.gateway.service.type is {spec.gateway.service.type}"
+    if not spec.network_policy.enabled:
+        return "spec.networkPolicy.enabled is false"
+    match clients_of(spec, names, inventory):
+        case Clients.ALL:
+            return "spec.networkPolicy.clientsFrom is All"
+        case Clients.AS_BEFORE:
+            return "an earlier version let clients be anywhere, and spec.networkPolicy.clientsFrom does not say where"
+    return ""
+
+
+def is_asked_for(spec: HeteroInferenceSpec) -> bool:
+    """Return whether the spec says that the gateway asks for nothing."""
+    return spec.gateway.auth is not None and spec.gateway.auth.mode == AuthMode.NONE
+
+
+def exposing_fields(spec: HeteroInferenceSpec, *, service_type: str | None) -> Iterator[str]:
+    """Yield `path: message` of each field for which the spec is refused.
+
+    `service_type` is that of a Service that strangers reach already without being asked: it may stay.
+    """
+    if spec.gateway.asks_for_proof or is_asked_for(spec):
+        return
+    kind = spec.gateway.service.type
+    if kind not in (_INSIDE, service_type):
+        yield f"spec.gateway.service.type: {kind} lets in clients that the gateway asks for nothing; {_REMEDY}"
+    if spec.network_policy.clients_from is ClientSource.ALL:
+        yield f"spec.networkPolicy.clientsFrom: All lets in clients that the gateway asks for nothing; {_REMEDY}"

@@ -1,0 +1,78 @@
+"""Requests of principals to the engine: within their limits, under ids and cache salts of their own.
+
+The engine knows one space of request ids and one prefix cache. An id is preceded here by its principal's name, which
+holds no slash, so nobody can abort, take over or guess at a request of others. A cache salt is keyed by a secret that
+this process drew at its start and by the principal's name, so prompts of one principal never hit blocks of another:
+neither `cached_tokens` nor the time to the first token tells what others asked. Where callers are not told apart, ids
+and salts stay as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from dataclasses import replace
+from typing import Final
+
+from hetero_gateway.engine.core import EngineCore
+from hetero_gateway.engine.errors import InvalidRequest
+from hetero_gateway.engine.request import GenerationRequest
+from hetero_gateway.engine.stream import RequestStream
+from hetero_gateway.server.access.limits import Meters
+from hetero_gateway.server.access.principals import Principal, current_principal
+
+_SECRET_BYTES: Final = 32
+
+
+class Intake:
+    """Way into the engine for the calls of both doors. One asyncio loop."""
+
+    def __init__(self, core: EngineCore, meters: Meters) -> None:
+        self._core = core
+        self._meters = meters
+        self._secret = secrets.token_bytes(_SECRET_BYTES)
+
+    def submit(self, asked: GenerationRequest) -> RequestStream:
+        """Queue a request of the caller and return its stream.
+
+        Raises LimitExceeded, or what `EngineCore.submit` raises.
+        """
+        principal = current_principal()
+        own = self._owned(asked, principal)
+        meter, num_prompt = self._meters.of(principal), len(asked.prompt_token_ids)
+        meter.begin(completions=asked.n, prompt_tokens=num_prompt)
+        try:
+            return self._core.submit(own, on_end=lambda num: meter.end(completions=asked.n, more_tokens=num))
+        except Exception:
+            meter.end(completions=asked.n, more_tokens=-num_prompt)
+            raise
+
+    def abort(self, request_id: str) -> bool:
+        """End a request of the caller; return False if the caller has none of this id in flight."""
+        return self._core.abort(_scoped(request_id, current_principal()))
+
+    def _owned(self, asked: GenerationRequest, principal: Principal) -> GenerationRequest:
+        """Return the request under an id and a salt of the principal's. Raises InvalidRequest for its priority."""
+        if not principal.name:
+            return asked
+        return replace(
+            asked,
+            request_id=_scoped(asked.request_id, principal),
+            cache_salt=self._salt(principal) + asked.cache_salt,
+            priority=_priority(asked.priority, least=principal.limits.min_priority),
+        )
+
+    def _salt(self, principal: Principal) -> str:
+        return hmac.new(self._secret, principal.name.encode(), hashlib.sha256).hexdigest()
+
+
+def _scoped(request_id: str, principal: Principal) -> str:
+    return f"{principal.name}/{request_id}" if principal.name else request_id
+
+
+def _priority(asked: int, *, least: int) -> int:
+    """Return the priority of a request; one that asks for none has at least `least`. Raises InvalidRequest."""
+    if asked and asked < least:
+        raise InvalidRequest("priority", f"must be at least {least} with this key, not {asked}; lower numbers go first")
+    return max(asked, least)

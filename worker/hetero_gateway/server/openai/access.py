@@ -1,0 +1,48 @@
+"""The guard of the HTTP door: it decides about a call by its head, before the body is read."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from hetero_api.contract import AUTHORIZATION_KEY
+from hetero_api.errors import HeteroError
+from hetero_gateway.server.access.limits import Meters
+from hetero_gateway.server.access.principals import Guard
+from hetero_gateway.server.openai.answers import Failure, failure_of
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS: Final = ("/health",)
+
+
+class GuardedApplication:
+    """ASGI application behind a guard; every call that it lets in counts in `meters`."""
+
+    def __init__(self, application: ASGIApp, guard: Guard, meters: Meters) -> None:
+        self._application = application
+        self._guard = guard
+        self._meters = meters
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one call."""
+        failure = None if scope["path"] in OPEN_PATHS else self._failure(scope)
+        if failure is None:
+            await self._application(scope, receive, send)
+        else:
+            answer = JSONResponse(failure.body(), status_code=failure.status, headers=dict(failure.headers))
+            await answer(scope, receive, send)
+
+    def _failure(self, scope: Scope) -> Failure | None:
+        """Return the answer to a call that is refused; None for one that is let in."""
+        try:
+            principal = self._guard.admit(Headers(scope=scope).getlist(AUTHORIZATION_KEY))
+            self._meters.of(principal).count_call()
+        except HeteroError as error:
+            logger.warning("path=%s peer=%s refused: %s", scope["path"], scope.get("client"), error)
+            return failure_of(error)
+        return None
