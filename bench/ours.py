@@ -52,6 +52,7 @@ class HeteroContender:
         placement: Mapping[str, Any] | None = None,
         exchange: Mapping[str, Any] | None = None,
         checkout: Path | None = None,
+        ready_timeout_s: float = READY_TIMEOUT_S,
     ) -> None:
         self.name = name or f"hetero {ranks}x{cores}"
         self._model, self._ranks, self._cores = model, ranks, cores
@@ -61,6 +62,7 @@ class HeteroContender:
         self._placement = {"mode": mode, **(placement or {})}
         self._kept_home = home
         self._checkout = checkout
+        self._ready_timeout_s = ready_timeout_s
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._client: HeteroClient | None = None
@@ -172,7 +174,7 @@ class HeteroContender:
 
     def _wait_ready(self) -> GroupRecord:
         run = RunDirectory.for_group(self._home, "bench")
-        deadline_s = time.monotonic() + READY_TIMEOUT_S
+        deadline_s = time.monotonic() + self._ready_timeout_s
         while time.monotonic() < deadline_s:
             record = run.read_record()
             if record is not None and record.phase == "ready":
