@@ -13,16 +13,30 @@ from pathlib import Path
 from typing import Any, Final
 
 from hetero_api.errors import ModelError
-from hetero_api.gguf_file import GgufHeader, Scalar
-from hetero_api.gguf_model import GGUF_ARCHITECTURES, architecture_of, gguf_header
+from hetero_api.gguf_file import GgufHeader
+from hetero_api.gguf_metadata import GgufMetadata
+from hetero_api.gguf_model import gguf_delta, gguf_header
+from hetero_api.gguf_names import GGUF_ARCHITECTURES
 
 _TOKENS: Final = "tokenizer.ggml.tokens"
 _WINDOW_PATTERN: Final = "attention.sliding_window_pattern"
-CONFIG_LISTS: Final = (_TOKENS, *(f"{name}.{_WINDOW_PATTERN}" for name in GGUF_ARCHITECTURES))
+_RECURRENT: Final = "attention.recurrent_layers"
+_KV_HEADS: Final = "attention.head_count_kv"
+_MLP_WIDTH: Final = "feed_forward_length"
+_KV_READERS: Final = "attention.shared_kv_layers"
+CONFIG_LISTS: Final = (
+    _TOKENS,
+    *(
+        f"{name}.{field}"
+        for name in GGUF_ARCHITECTURES
+        for field in (_WINDOW_PATTERN, _RECURRENT, _KV_HEADS, _MLP_WIDTH)
+    ),
+)
 """Fields that are lists and needed here."""
 _END_FIELDS: Final = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
 _END_TEXTS: Final = frozenset({
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|return|>", "<|call|>", "<|user|>", "<|observation|>",
+    "<turn|>", "<|tool_response>",
 })  # fmt: skip
 """Tokens that end a turn whatever the fields say, as llama.cpp has them, and those that GLM's generation ends with."""
 _FREQUENCY_DIVISORS: Final = "rope_freqs.weight"
@@ -31,7 +45,7 @@ _SIGMOID: Final = 2
 """Number of sigmoid among the functions that score experts."""
 _GROUPED_EXPERTS: Final = 256
 """Experts of DeepSeek-V3 and R1, whose earlier files do not say that experts are in groups: 8, of which 4 are kept."""
-_PARTLY_ROTATED: Final = ("glm4", "glm4moe", "minimax-m2", "deepseek2")
+_PARTLY_ROTATED: Final = ("glm4", "glm4moe", "minimax-m2", "deepseek2", "qwen3next", "qwen35", "qwen35moe")
 _LARGE_GEMMAS: Final = {"gemma2": 46, "gemma3": 62}
 """Layers of the models of 27B, whose attention scores are scaled by the hidden size a head."""
 
@@ -39,64 +53,12 @@ _LARGE_GEMMAS: Final = {"gemma2": 46, "gemma3": 62}
 def read_gguf_config(files: tuple[Path, ...]) -> tuple[dict[str, Any], tuple[float, ...]]:
     """Return the fields of a config.json, and the divisors of `RopeConfig`. Raises ModelError naming file and field."""
     header = gguf_header(files, lists=CONFIG_LISTS)
-    found = _Metadata(header)
+    found = GgufMetadata(header)
     config = _base(found) | _rope(found) | _OWN.get(found.architecture, _nothing)(found)
     return config, _divisors(header)
 
 
-class _Metadata:
-    """Metadata of one model; fields are named without the architecture before them."""
-
-    def __init__(self, header: GgufHeader) -> None:
-        self.header = header
-        self.architecture = architecture_of(header)
-
-    def find(self, name: str, default: Scalar | None = None) -> Scalar | None:
-        """Return a field as it is."""
-        return self.header.metadata.get(f"{self.architecture}.{name}", default)
-
-    def whole(self, name: str, default: int | None = None) -> int:
-        """Return a whole number; without a default it must be there and more than 0."""
-        value, least = self.find(name, default), 1 if default is None else 0
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.error(name, f"must be a whole number of at least {least}, not {value!r}")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """Return a finite number."""
-        value = self.find(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.error(name, f"must be a number, not {value!r}")
-        return float(value)
-
-    def has(self, tensor: str) -> bool:
-        """Return whether there is a tensor of this name."""
-        return tensor in self.header.tensors
-
-    def in_first_layer(self, tensor: str) -> bool:
-        """Return whether the first layer has such a tensor."""
-        return self.has(f"blk.0.{tensor}")
-
-    @property
-    def num_layers(self) -> int:
-        """Layers without those that predict further tokens."""
-        layers = self.whole("block_count") - self.whole("nextn_predict_layers", 0)
-        if layers < 1:
-            raise self.error("nextn_predict_layers", "must be less than block_count")
-        return layers
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of a head."""
-        usual = self.whole("embedding_length") // self.whole("attention.head_count")
-        return self.whole("attention.key_length", usual)
-
-    def error(self, name: str, problem: str) -> ModelError:
-        """Return an error that names file and field."""
-        return ModelError(f"{self.header.path}: {self.architecture}.{name} {problem}")
-
-
-def _base(found: _Metadata) -> dict[str, Any]:
+def _base(found: GgufMetadata) -> dict[str, Any]:
     embedding = found.header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{found.header.path}: has no matrix token_embd.weight; is it a whole model?")
@@ -105,9 +67,9 @@ def _base(found: _Metadata) -> dict[str, Any]:
         "architectures": [GGUF_ARCHITECTURES[found.architecture].hugging_face],
         "num_hidden_layers": found.num_layers,
         "hidden_size": found.whole("embedding_length"),
-        "intermediate_size": found.whole("feed_forward_length"),
+        "intermediate_size": _mlp_width(found),
         "num_attention_heads": heads,
-        "num_key_value_heads": found.whole("attention.head_count_kv", heads),
+        "num_key_value_heads": _kv_heads(found, heads, slides=True if found.architecture == "gemma4" else None),
         "head_dim": found.head_dim,
         "max_position_embeddings": found.whole("context_length"),
         "rms_norm_eps": found.number("attention.layer_norm_rms_epsilon"),
@@ -120,13 +82,47 @@ def _base(found: _Metadata) -> dict[str, Any]:
     }
 
 
-def _end_tokens(found: _Metadata) -> list[Any]:
+def _mlp_width(found: GgufMetadata) -> int | None:
+    """Return the columns of a dense layer's MLP; None where no layer is dense and none are given.
+
+    Those of Gemma 4's layers that read other layers' keys and values may be twice as many. Raises ModelError.
+    """
+    listed = found.listed(_MLP_WIDTH)
+    if listed is None:
+        is_left_out = found.find(_MLP_WIDTH) is None and found.find("expert_count") is not None
+        return None if is_left_out else found.whole(_MLP_WIDTH)
+    first = listed[0]
+    makers = found.num_layers - found.whole(_KV_READERS, 0)
+    is_known = isinstance(first, int) and set(listed[:makers]) <= {first} and set(listed[makers:]) <= {first, 2 * first}
+    if not is_known or len(set(listed[makers:])) > 1:
+        raise found.error(_MLP_WIDTH, "differs from layer to layer, which is not supported")
+    return int(first)
+
+
+def _kv_heads(found: GgufMetadata, heads: int, *, slides: bool | None = None) -> int:
+    """Return the KV heads of each layer that has a window, or of each that has none; `slides` None: of each layer.
+
+    Raises ModelError if these layers differ.
+    """
+    listed, kinds = found.listed(_KV_HEADS), found.listed(_WINDOW_PATTERN) or ()
+    if listed is None:
+        return found.whole(_KV_HEADS, heads)
+    chosen = {count for count, kind in zip(listed, kinds, strict=False) if bool(kind) is slides} or set(listed)
+    if len(chosen) > 1:
+        raise found.error(_KV_HEADS, "differs between layers of one kind, which is not supported")
+    (count,) = chosen
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise found.error(_KV_HEADS, f"must list whole numbers of at least 1, not {count!r}")
+    return count
+
+
+def _end_tokens(found: GgufMetadata) -> list[Any]:
     named = [found.header.metadata[name] for name in _END_FIELDS if name in found.header.metadata]
     texts = enumerate(found.header.lists.get(_TOKENS, ()))
     return [*named, *(number for number, text in texts if text in _END_TEXTS)]
 
 
-def _rope(found: _Metadata) -> dict[str, Any]:
+def _rope(found: GgufMetadata) -> dict[str, Any]:
     """Return the rotation of layers with full attention."""
     rotated = found.whole("rope.dimension_count", found.head_dim)
     if rotated != found.head_dim and found.architecture not in _PARTLY_ROTATED:
@@ -164,7 +160,7 @@ def _divisors(header: GgufHeader) -> tuple[float, ...]:
     return divisors
 
 
-def _experts(found: _Metadata, width: str = "moe_intermediate_size") -> dict[str, Any]:
+def _experts(found: GgufMetadata, width: str = "moe_intermediate_size") -> dict[str, Any]:
     """Return how many experts there are; `width`: field of config.json that says how wide one is."""
     return {
         "num_local_experts": found.whole("expert_count"),
@@ -173,7 +169,7 @@ def _experts(found: _Metadata, width: str = "moe_intermediate_size") -> dict[str
     }
 
 
-def _sigmoid_experts(found: _Metadata) -> dict[str, Any]:
+def _sigmoid_experts(found: GgufMetadata) -> dict[str, Any]:
     """Return experts with shared ones beside them, which GLM-4.5 and DeepSeek-V3 have."""
     is_grouped = found.find("expert_count") == _GROUPED_EXPERTS and found.architecture == "deepseek2"
     return _experts(found) | {
@@ -186,18 +182,18 @@ def _sigmoid_experts(found: _Metadata) -> dict[str, Any]:
     }
 
 
-def _check_scores(found: _Metadata, default: int) -> None:
+def _check_scores(found: GgufMetadata, default: int) -> None:
     if found.whole("expert_gating_func", default) != _SIGMOID:
         raise found.error(
             "expert_gating_func", f"must be {_SIGMOID}, sigmoid; models that score otherwise are not served"
         )
 
 
-def _nothing(_: _Metadata) -> dict[str, Any]:
+def _nothing(_: GgufMetadata) -> dict[str, Any]:
     return {}
 
 
-def _llama(found: _Metadata) -> dict[str, Any]:
+def _llama(found: GgufMetadata) -> dict[str, Any]:
     if not found.whole("expert_count", 0):
         return {}
     return {
@@ -207,17 +203,17 @@ def _llama(found: _Metadata) -> dict[str, Any]:
     }
 
 
-def _mistral3(found: _Metadata) -> dict[str, Any]:
+def _mistral3(found: GgufMetadata) -> dict[str, Any]:
     if found.number("attention.temperature_scale", 0.0):
         raise found.error("attention.temperature_scale", "is set; scaling queries by their position is not supported")
     return {}
 
 
-def _qwen3_moe(found: _Metadata) -> dict[str, Any]:
+def _qwen3_moe(found: GgufMetadata) -> dict[str, Any]:
     return _experts(found) | {"norm_topk_prob": True}
 
 
-def _gemma(found: _Metadata) -> dict[str, Any]:
+def _gemma(found: GgufMetadata) -> dict[str, Any]:
     fields: dict[str, Any] = {
         name: found.number(name) for name in ("attn_logit_softcapping", "final_logit_softcapping") if found.find(name)
     }
@@ -230,7 +226,7 @@ def _gemma(found: _Metadata) -> dict[str, Any]:
     return fields | {"query_pre_attn_scalar": usual if is_large else found.head_dim}
 
 
-def _window_pattern(found: _Metadata) -> dict[str, Any]:
+def _window_pattern(found: GgufMetadata) -> dict[str, Any]:
     """Return which layers have a sliding window: every n-th has none, or one field for each layer."""
     listed = found.header.lists.get(f"{found.architecture}.{_WINDOW_PATTERN}")
     if listed is not None:
@@ -240,29 +236,79 @@ def _window_pattern(found: _Metadata) -> dict[str, Any]:
     return {}
 
 
-def _rotated_share(found: _Metadata) -> dict[str, Any]:
+def _gemma4(found: GgufMetadata) -> dict[str, Any]:
+    slides = found.listed(_WINDOW_PATTERN)
+    if slides is None:
+        raise found.error(_WINDOW_PATTERN, "must list which layers have a sliding window")
+    if found.header.tensors.get(_FREQUENCY_DIVISORS) is None:
+        raise ModelError(f"{found.header.path}: has no {_FREQUENCY_DIVISORS}, which layers without a window rotate by")
+    own, rotated = found.whole("attention.key_length_swa"), found.find("rope.dimension_count_swa")
+    if rotated not in (None, own):
+        raise found.error("rope.dimension_count_swa", f"must be attention.key_length_swa, {own}, not {rotated!r}")
+    others = [layer for layer, slid in enumerate(slides) if not slid]
+    kv = _kv_heads(found, found.whole("attention.head_count"), slides=False)
+    widths = found.listed(_MLP_WIDTH) or ()
+    return {
+        "layer_types": ["sliding_attention" if slid else "full_attention" for slid in slides],
+        "sliding_window": found.whole("attention.sliding_window"),
+        "head_dim": own,
+        "per_layer_config": {str(layer): {"num_key_value_heads": kv, "head_dim": found.head_dim} for layer in others},
+        "attention_k_eq_v": bool(others) and not found.has(f"blk.{others[0]}.attn_v.weight"),
+        "final_logit_softcapping": found.find("final_logit_softcapping"),
+        "hidden_size_per_layer_input": found.whole("embedding_length_per_layer_input", 0),
+        "num_kv_shared_layers": found.whole(_KV_READERS, 0),
+        "use_double_wide_mlp": len(set(widths)) > 1,
+        "rope_parameters": {
+            "full_attention": _rope(found),
+            "sliding_attention": {"rope_theta": found.number("rope.freq_base_swa", 10_000.0)},
+        },
+        **({"enable_moe_block": True, **_experts(found)} if found.whole("expert_count", 0) else {}),
+    }
+
+
+def _delta(found: GgufMetadata) -> dict[str, Any]:
+    heads, listed = gguf_delta(found.header), found.listed(_RECURRENT)
+    kinds = [] if listed is None else ["linear_attention" if recurs else "full_attention" for recurs in listed]
+    return {
+        "linear_num_key_heads": heads.key_heads,
+        "linear_num_value_heads": heads.value_heads,
+        "linear_key_head_dim": heads.key_dim,
+        "linear_value_head_dim": heads.value_dim,
+        "linear_conv_kernel_dim": found.whole("ssm.conv_kernel"),
+        "full_attention_interval": found.whole("full_attention_interval", 4),
+        **({"layer_types": kinds} if kinds else {}),
+        **_rotated_share(found),
+    }
+
+
+def _delta_moe(found: GgufMetadata) -> dict[str, Any]:
+    shared = found.whole("expert_shared_feed_forward_length")
+    return _delta(found) | _experts(found) | {"shared_expert_intermediate_size": shared, "norm_topk_prob": True}
+
+
+def _rotated_share(found: GgufMetadata) -> dict[str, Any]:
     """Return the part of a head that is rotated."""
     return {"partial_rotary_factor": found.whole("rope.dimension_count", found.head_dim) / found.head_dim}
 
 
-def _glm4_moe(found: _Metadata) -> dict[str, Any]:
+def _glm4_moe(found: GgufMetadata) -> dict[str, Any]:
     _check_scores(found, _SIGMOID)
     return _sigmoid_experts(found) | _rotated_share(found) | {"use_qk_norm": found.in_first_layer("attn_q_norm.weight")}
 
 
-def _gpt_oss(found: _Metadata) -> dict[str, Any]:
+def _gpt_oss(found: GgufMetadata) -> dict[str, Any]:
     fields = _experts(found, "intermediate_size") | {"sliding_window": found.whole("attention.sliding_window")}
     scaling = _rope(found).get("rope_scaling", {})
     # llama.cpp rounds the ends of YaRN's step, as it does for all models; the model itself does not.
     return fields | _window_pattern(found) | {"rope_scaling": scaling | {"truncate": False}}
 
 
-def _minimax_m2(found: _Metadata) -> dict[str, Any]:
+def _minimax_m2(found: GgufMetadata) -> dict[str, Any]:
     _check_scores(found, _SIGMOID)
     return _experts(found, "intermediate_size") | {"rotary_dim": found.whole("rope.dimension_count", found.head_dim)}
 
 
-def _deepseek2(found: _Metadata) -> dict[str, Any]:
+def _deepseek2(found: GgufMetadata) -> dict[str, Any]:
     _check_scores(found, 1)
     rotated = found.whole("rope.dimension_count")
     # Earlier files have heads as they are, later ones as one of the cache's width, and heads beside it.
@@ -282,7 +328,7 @@ def _deepseek2(found: _Metadata) -> dict[str, Any]:
     }
 
 
-def _yarn_of_latent(found: _Metadata) -> dict[str, Any]:
+def _yarn_of_latent(found: GgufMetadata) -> dict[str, Any]:
     """Return the scaling of rotations with its factor of attention scores, stored as a tenth of it."""
     scaling = _rope(found).get("rope_scaling")
     if scaling is None:
@@ -291,16 +337,20 @@ def _yarn_of_latent(found: _Metadata) -> dict[str, Any]:
     return {"rope_scaling": scaling | {"mscale": mscale, "mscale_all_dim": mscale}}
 
 
-_OWN: Final[Mapping[str, Callable[[_Metadata], dict[str, Any]]]] = {
+_OWN: Final[Mapping[str, Callable[[GgufMetadata], dict[str, Any]]]] = {
     "llama": _llama,
     "mistral3": _mistral3,
     "qwen3moe": _qwen3_moe,
     "gemma2": _gemma,
     "gemma3": _gemma,
+    "gemma4": _gemma4,
     "glm4": _rotated_share,
     "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
     "minimax-m2": _minimax_m2,
     "deepseek2": _deepseek2,
+    "qwen3next": _delta_moe,
+    "qwen35": _delta,
+    "qwen35moe": _delta_moe,
 }
 """Fields of one architecture, which go before those of all."""

@@ -1,178 +1,145 @@
-"""A model in GGUF: which files of a directory hold it, what their tensors are called, and how matrices are stored.
+"""A model in GGUF: which files of a directory hold it, what they say together, and how matrices are stored.
 
 A model directory has such files where it has no safetensors files: one, or several that llama.cpp split, which are
-named NAME-00001-of-0000N.gguf. Their metadata say what config.json and the tokenizer's files say elsewhere
-(`gguf_config`); where a directory has config.json as well, that counts.
+named NAME-00001-of-0000N.gguf. In place of a directory with files of several models the file is named that is meant.
+Metadata say what config.json and the tokenizer's files say elsewhere (`gguf_config`); where a directory has config.json
+as well, that counts.
 
-Tensors are those of Hugging Face under other names, with three differences: experts of a layer lie in one tensor,
-norms include the number that some models add to them, and latent attention's `kv_b_proj` is split by its use. Names
-are those that llama.cpp's conversion gives (gguf-py's tensor_mapping).
+Tensors have names of their own (`gguf_names`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from hetero_api.errors import ModelError
 from hetero_api.gguf_file import GgmlType, GgufHeader, GgufTensor
+from hetero_api.gguf_names import GGUF_ARCHITECTURES
 from hetero_api.weight_format import StoredWeights, WeightFormat
 
 ARCHITECTURE: Final = "general.architecture"
 _SPLIT_FILE: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_SUFFIX: Final = ".gguf"
+_MOST_PARTS: Final = 10_000
+_MOST_SHOWN: Final = 12
 _SPLIT_NUMBER: Final = "split.no"
 _SPLIT_COUNT: Final = "split.count"
 _SPLIT_TENSORS: Final = "split.tensors.count"
 _VISION_PREFIX: Final = "mmproj"
 """Begin of the name of a file with the vision part of a model, which is not read."""
-
-
-@dataclass(frozen=True, slots=True)
-class GgufArchitecture:
-    """An architecture as GGUF has it."""
-
-    hugging_face: str
-    interleaved_heads: bool = False
-    """Whether rows of q and k are stored with the two halves of a head interleaved."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Names of a layer's modules that differ from those of other architectures."""
-
-
-_POST_NORM: Final = {"post_attention_layernorm": "post_attention_norm"}
-GGUF_ARCHITECTURES: Final[Mapping[str, GgufArchitecture]] = {
-    "llama": GgufArchitecture("LlamaForCausalLM", interleaved_heads=True),
-    "mistral3": GgufArchitecture("MistralForCausalLM", interleaved_heads=True),
-    "smollm3": GgufArchitecture("SmolLM3ForCausalLM", interleaved_heads=True),
-    "qwen2": GgufArchitecture("Qwen2ForCausalLM"),
-    "qwen3": GgufArchitecture("Qwen3ForCausalLM"),
-    "qwen3moe": GgufArchitecture("Qwen3MoeForCausalLM"),
-    "gemma2": GgufArchitecture("Gemma2ForCausalLM", names=_POST_NORM),
-    "gemma3": GgufArchitecture("Gemma3ForCausalLM", names=_POST_NORM),
-    "glm4": GgufArchitecture("Glm4ForCausalLM"),
-    "glm4moe": GgufArchitecture("Glm4MoeForCausalLM", names=_POST_NORM),
-    "gpt-oss": GgufArchitecture("GptOssForCausalLM", names=_POST_NORM),
-    "minimax-m2": GgufArchitecture("MiniMaxM2ForCausalLM"),
-    "deepseek2": GgufArchitecture("DeepseekV3ForCausalLM"),
-}
-"""By the names that GGUF has for them. Models of "llama" with experts are Mixtral's."""
-
-_WHOLE: Final[Mapping[str, str]] = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
-_OF_LAYER: Final[Mapping[str, str]] = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.q_a_proj": "attn_q_a",
-    "self_attn.q_a_layernorm": "attn_q_a_norm",
-    "self_attn.q_b_proj": "attn_q_b",
-    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.kv_b_proj": "attn_kv_b",
-    "post_attention_layernorm": "ffn_norm",
-    "post_self_attn_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-    "post_mlp_layernorm": "post_ffw_norm",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.router": "ffn_gate_inp",
-    "mlp.gate": "ffn_gate_inp",
-    "block_sparse_moe.gate": "ffn_gate_inp",
-    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
-    **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
-}
-_LONE: Final[Mapping[str, str]] = {
-    "self_attn.sinks": "attn_sinks.weight",
-    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-    "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
-}
-"""Tensors that are no module's weight or bias."""
-_STACKS: Final[Mapping[str, tuple[str, ...]]] = {
-    "mlp.experts.gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
-    "mlp.experts.down_proj": ("ffn_down_exps",),
-}
-"""Stacks of experts; where there are two, rows of Hugging Face's alternate between them."""
-_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_EXPERT: Final = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
-_EXPERT_PARTS: Final = {
-    "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"
-}  # fmt: skip
-_VOCABULARY: Final = ("token_embd.weight", "output.weight")
+_VOCABULARY: Final = ("token_embd.weight", "output.weight", "per_layer_token_embd.weight")
 _EXPERT_MARK: Final = "_exps."
-_ALWAYS_FLOATS: Final = (".ffn_gate_inp.weight", ".attn_kv_b.weight")
+_ALWAYS_FLOATS: Final = (
+    ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".attn_kv_b.weight", ".ssm_conv1d.weight", ".ssm_ba.weight",
+    ".ssm_alpha.weight", ".ssm_beta.weight",
+)  # fmt: skip
 """Matrices that ranks hold as floats."""
+_MOST_IN_HEADS: Final = 1 << 24
 _FLOAT_NAMES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-class GgufName(NamedTuple):
-    """Where a tensor of Hugging Face's lies."""
+class GgufDelta(NamedTuple):
+    """Heads of the gated delta rule."""
 
-    tensors: tuple[str, ...]
-    """One, or those between which its rows alternate."""
-    expert: int | None = None
-    """Its entry of a stack of experts; None: it is no expert's, or the reader says which."""
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
 
-
-def gguf_name(architecture: str, name: str) -> GgufName | None:
-    """Return where a tensor that Hugging Face names so lies in a file of an architecture; None if it is unknown."""
-    layer = _LAYER.fullmatch(name)
-    if layer is None:
-        stem, _, kind = name.rpartition(".")
-        return GgufName((f"{_WHOLE[stem]}.{kind}",)) if stem in _WHOLE else None
-    found = _lone_or_stack(layer[2]) or _module(GGUF_ARCHITECTURES[architecture], layer[2])
-    if found is None:
-        return None
-    return found._replace(tensors=tuple(f"blk.{layer[1]}.{tensor}" for tensor in found.tensors))
+    @property
+    def group(self) -> int:
+        """Value heads a key head."""
+        return self.value_heads // self.key_heads
 
 
-def _lone_or_stack(name: str) -> GgufName | None:
-    """Look up a tensor of a layer that is not named `<module>.<weight or bias>`."""
-    if name in _LONE:
-        return GgufName((_LONE[name],))
-    stem, kind = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
-    return GgufName(tuple(f"{stack}.{kind}" for stack in _STACKS[stem])) if stem in _STACKS else None
+def gguf_delta(header: GgufHeader) -> GgufDelta:
+    """Return the heads that metadata name. Raises ModelError."""
+    architecture = architecture_of(header)
+    found: list[int] = []
+    for name in ("group_count", "time_step_rank", "state_size", "inner_size"):
+        value = header.metadata.get(f"{architecture}.ssm.{name}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _MOST_IN_HEADS:
+            raise ModelError(f"{header.path}: {architecture}.ssm.{name} must be a whole number above 0, not {value!r}")
+        found.append(value)
+    key_heads, value_heads, key_dim, inner = found
+    if value_heads % key_heads or inner % value_heads:
+        raise ModelError(
+            f"{header.path}: {architecture}.ssm: inner_size {inner}, time_step_rank {value_heads} and group_count "
+            f"{key_heads} must each be a multiple of the next"
+        )
+    return GgufDelta(key_heads, value_heads, key_dim, inner // value_heads)
 
 
-def _module(architecture: GgufArchitecture, name: str) -> GgufName | None:
-    stem, _, kind = name.rpartition(".")
-    if expert := _EXPERT.fullmatch(stem):
-        return GgufName((f"ffn_{_EXPERT_PARTS[expert[2]]}_exps.{kind}",), int(expert[1]))
-    stored = architecture.names.get(stem) or _OF_LAYER.get(stem)
-    return GgufName((f"{stored}.{kind}",)) if stored else None
+def gguf_files(path: Path) -> tuple[Path, ...]:
+    """Return the GGUF files that hold a model's weights, in their order; none where safetensors files do.
 
-
-def gguf_files(directory: Path) -> tuple[Path, ...]:
-    """Return the GGUF files that hold a directory's weights, in their order; none where safetensors files do.
-
-    Raises ModelError for several that are not the parts of one model, and for missing parts.
+    `path`: the model's directory, or the first of the files. Raises ModelError for files of several models, and for
+    missing parts.
     """
-    found = sorted(path for path in directory.glob("*.gguf") if not path.name.startswith(_VISION_PREFIX))
-    if not found or any(directory.glob("*.safetensors")):
+    if path.suffix == _SUFFIX and path.is_file():
+        return _whole(path.parent, gguf_parts(path.name))
+    found = gguf_models(file.name for file in path.glob(f"*{_SUFFIX}"))
+    if not found or any(path.glob("*.safetensors")):
         return ()
-    split = _SPLIT_FILE.fullmatch(found[0].name)
-    number = int(split[3]) if split else 1
-    parts = [f"{split[1]}-{i:05}-of-{split[3]}.gguf" for i in range(1, number + 1)] if split else [found[0].name]
-    others = [path.name for path in found if path.name not in set(parts)]
-    if others:
-        names = ", ".join(path.name for path in found[:3])
-        raise ModelError(f"{directory}: holds several GGUF files ({names}); leave those of one model")
-    missing = sorted(set(parts) - {path.name for path in found})
+    if len(found) > 1:
+        raise ModelError(
+            f"{path}: holds several models in GGUF ({listed_models(found)}); name one of these files behind the folder "
+            "in spec.model.uri, or leave those of one model"
+        )
+    return _whole(path, found[0])
+
+
+def gguf_models(names: Iterable[str]) -> list[tuple[str, ...]]:
+    """Return the files of each model among GGUF files, all parts of a split one, those of vision left out."""
+    own = sorted(name for name in names if name.endswith(_SUFFIX) and not _file(name).startswith(_VISION_PREFIX))
+    return sorted({gguf_parts(name) for name in own})
+
+
+def gguf_parts(name: str) -> tuple[str, ...]:
+    """Return the names of all parts of the model that a file holds, in their order."""
+    split = _SPLIT_FILE.fullmatch(name)
+    if split is None:
+        return (name,)
+    count = min(int(split[3]), _MOST_PARTS)
+    return tuple(f"{split[1]}-{i:05}-of-{split[3]}{_SUFFIX}" for i in range(1, count + 1))
+
+
+def listed_models(models: Iterable[tuple[str, ...]]) -> str:
+    """Return the first file of each model, for a person."""
+    firsts = [parts[0] for parts in models]
+    more = f" and {len(firsts) - _MOST_SHOWN} more" if len(firsts) > _MOST_SHOWN else ""
+    return ", ".join(firsts[:_MOST_SHOWN]) + more
+
+
+def of_variant(models: Iterable[tuple[str, ...]], variant: str) -> list[tuple[str, ...]]:
+    """Return the models whose files' names end with a variant, e.g. "Q4_K_M", in upper or lower case."""
+    wanted = re.compile(rf"(.*[-._])?{re.escape(variant)}", re.IGNORECASE)
+    return [parts for parts in models if wanted.fullmatch(_stem(parts[0]))]
+
+
+def _file(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _stem(name: str) -> str:
+    """Return a file's name without its folder, its part's number and its ending."""
+    split = _SPLIT_FILE.fullmatch(_file(name))
+    return split[1] if split else _file(name).removesuffix(_SUFFIX)
+
+
+def _whole(directory: Path, parts: tuple[str, ...]) -> tuple[Path, ...]:
+    missing = [name for name in parts if not (directory / name).exists()]
     if missing:
         raise ModelError(
-            f"{directory}: {len(missing)} of the {number} parts of a split GGUF are missing, {missing[0]} for one; "
+            f"{directory}: {len(missing)} of the {len(parts)} parts of a split GGUF are missing, {missing[0]} for one; "
             "fetch them all"
         )
-    return tuple(found)
+    return tuple(directory / name for name in parts)
 
 
 def gguf_header(files: tuple[Path, ...], *, lists: Collection[str] = ()) -> GgufHeader:

@@ -44,7 +44,7 @@ def model_file(path: Path, *, max_bytes: int | None = None) -> Path:
         )
     try:
         status = real.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # the latter where a GGUF file is named in place of a directory
         return path
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error

@@ -23,6 +23,7 @@ from hetero_api.spec_types import (
 from hetero_api.weight_format import INT4_GROUPS
 
 _HUB_PART: Final = "[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
+_VARIANT: Final = "[A-Za-z0-9_][A-Za-z0-9._-]{0,63}"
 _CLAIM: Final = "[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
 
 
@@ -35,7 +36,7 @@ class UriForm(NamedTuple):
 
 
 URI_FORMS: Final = (
-    UriForm("hf", f"^hf://{_HUB_PART}/{_HUB_PART}$", "hf://ORG/NAME"),
+    UriForm("hf", f"^hf://{_HUB_PART}/{_HUB_PART}(:{_VARIANT})?$", "hf://ORG/NAME or hf://ORG/NAME:VARIANT"),
     UriForm("pvc", f"^pvc://{_CLAIM}({FOLDER_PATTERN})?$", "pvc://CLAIM or pvc://CLAIM/PATH"),
     UriForm("oci", f"^oci://{IMAGE_PATTERN}(#{FOLDER_PATTERN})?$", "oci://IMAGE or oci://IMAGE#/PATH"),
     UriForm("file", f"^file://{FOLDER_PATTERN}$", "file:///PATH, an absolute path on the node"),
@@ -155,7 +156,9 @@ class ModelSpec(SpecModel):
     uri: Annotated[str, Field(max_length=1024, json_schema_extra={"pattern": _ANY_SCHEME})]
     """Where the model is: hf://ORG/NAME on the Hugging Face Hub, pvc://CLAIM/PATH in a PersistentVolumeClaim,
     oci://IMAGE (or oci://IMAGE#/PATH) in an image, whose /models is taken where no PATH is given, file:///PATH on every
-    node. It is a folder with config.json, the tokenizer and safetensors files, or a GGUF file in their place.
+    node. It is a folder with config.json, the tokenizer and safetensors files, or a GGUF file in their place. Of
+    several models in GGUF, hf://ORG/NAME:Q4_K_M means the one whose file's name ends so, and a PATH that ends with
+    .gguf means that file.
     """
     revision: Annotated[
         str | None,

@@ -8,14 +8,17 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+from gguf import GGUFWriter
 
 from hetero_api.contract import ENV_HUB_TOKEN_FILE, EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT, EXIT_USAGE
 from hetero_client.model_store.store import check_model_directory
@@ -117,6 +120,40 @@ def test_a_gateway_gets_no_weights(hub: StandInHub, tmp_path: Path) -> None:
         }  # fmt: skip
         assert run(tmp_path, hub.endpoint, into="rank")[0] == EXIT_OK
     assert "model.safetensors" in files(tmp_path / "rank")
+
+
+def gguf_file(tensors: int) -> bytes:
+    with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
+        writer = GGUFWriter(file.name, "llama")
+        for number in range(tensors):
+            name = "token_embd.weight" if not number else f"blk.0.attn_{number}.weight"
+            writer.add_tensor(name, np.zeros((32, 8), dtype=np.float16))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return Path(file.name).read_bytes()
+
+
+def test_of_several_variants_a_pod_gets_the_one_that_is_named(hub: StandInHub, tmp_path: Path) -> None:
+    del hub.files["model.safetensors"]
+    hub.files |= {"tiny-F16.gguf": gguf_file(1), "Q8_0/tiny-Q8_0.gguf": gguf_file(2), "mmproj-F16.gguf": b"images"}
+    beside = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    with hub:
+        for variant, name in (("q8_0", "Q8_0/tiny-Q8_0.gguf"), ("F16", "tiny-F16.gguf")):
+            for scope in ((), ("--tokenizer-only",)):
+                into = f"{variant}{len(scope)}"
+                status, line = run(tmp_path, hub.endpoint, "--uri", f"hf://{NAME}:{variant}", *scope, into=into)
+                assert status == EXIT_OK, line
+                assert files(tmp_path / into) == {*beside, Path(name).name}
+                assert (tmp_path / into / Path(name).name).read_bytes() == hub.files[name]
+        assert hub.downloads["mmproj-F16.gguf"] == 0
+        status, line = run(tmp_path, hub.endpoint)
+        gone = hub.endpoint
+    assert status == EXIT_PERMANENT
+    assert "has several models in GGUF: Q8_0/tiny-Q8_0.gguf, tiny-F16.gguf; name one as hf://ORG/NAME:Q4_K_M" in line
+    assert run(tmp_path, gone, "--uri", f"hf://{NAME}:F16", into="again")[0] == EXIT_OK
+    assert files(tmp_path / "again") == {*beside, "tiny-F16.gguf"}
 
 
 def test_pods_that_start_together_fetch_once(hub: StandInHub, tmp_path: Path) -> None:

@@ -37,7 +37,12 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
     "expert_count": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "expert_used_count": ("num_experts_per_tok",),
+    "expert_used_count": ("num_experts_per_tok", "top_k_experts"),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+    "ssm.conv_kernel": ("linear_conv_kernel_dim",),
+    "ssm.state_size": ("linear_key_head_dim",),
+    "ssm.group_count": ("linear_num_key_heads",),
+    "ssm.time_step_rank": ("linear_num_value_heads",),
     "expert_shared_count": ("n_shared_experts",),
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
@@ -45,7 +50,9 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "expert_weights_norm": ("norm_topk_prob",),
     "leading_dense_block_count": ("first_k_dense_replace",),
 }
-_OF_EXPERTS = ("qwen3moe", "glm4moe", "gpt-oss", "minimax-m2", "deepseek2")
+_OF_EXPERTS = ("qwen3moe", "glm4moe", "gpt-oss", "minimax-m2", "deepseek2", "qwen3next", "qwen35moe")
+_OF_DELTA_RULE = ("qwen3next", "qwen35", "qwen35moe")
+_TILED = ("qwen35", "qwen35moe")
 
 
 def write_gguf_model(
@@ -108,7 +115,7 @@ def metadata_of(config: Mapping[str, Any], architecture: str, *, whole_heads: bo
     if rope["rope_type"] == "yarn":
         found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
         found |= {f"rope.scaling.yarn_{name}": float(rope[name]) for name in ("beta_fast", "beta_slow") if name in rope}
-    if "partial_rotary_factor" in rope:
+    if "partial_rotary_factor" in rope and architecture != "gemma4":
         found["rope.dimension_count"] = int(config["head_dim"] * rope["partial_rotary_factor"])
     if architecture in _OF_EXPERTS:
         found["expert_feed_forward_length"] = config.get("moe_intermediate_size") or config["intermediate_size"]
@@ -118,7 +125,33 @@ def metadata_of(config: Mapping[str, Any], architecture: str, *, whole_heads: bo
         found["rope.dimension_count"] = config.get("rotary_dim") or config["head_dim"]
     if architecture == "deepseek2":
         found |= _latent_fields(config, whole_heads=whole_heads)
+    if architecture in _OF_DELTA_RULE:
+        found["ssm.inner_size"] = config["linear_value_head_dim"] * config["linear_num_value_heads"]
+        found["full_attention_interval"] = config["layer_types"].index("full_attention") + 1
+    if architecture == "gemma4":
+        found |= _gemma4_fields(config)
     return found
+
+
+def _gemma4_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    own = next(iter(config["per_layer_config"].values()))
+    fields = {
+        "attention.sliding_window_pattern": slides,
+        "attention.key_length": own["head_dim"],
+        "attention.value_length": own["head_dim"],
+        "attention.key_length_swa": config["head_dim"],
+        "attention.value_length_swa": config["head_dim"],
+        "attention.shared_kv_layers": config["num_kv_shared_layers"],
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"] or 0,
+        "rope.dimension_count": own["head_dim"],
+        "rope.dimension_count_swa": config["head_dim"],
+    }
+    if (heads := own.get("num_key_value_heads")) is not None:
+        fields["attention.head_count_kv"] = [config["num_key_value_heads"] if slid else heads for slid in slides]
+    if config["enable_moe_block"]:
+        fields["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    return fields
 
 
 def _latent_fields(config: Mapping[str, Any], *, whole_heads: bool) -> dict[str, Any]:
@@ -158,9 +191,13 @@ def _stored(
         yield _named(names, name), np.stack([entries[number] for number in range(len(entries))])
     if config["rope_parameters"].get("rope_type") == "llama3":
         yield "rope_freqs.weight", _llama3_divisors(config)
+    if architecture == "gemma4":
+        yield "rope_freqs.weight", _gemma4_divisors(config)
 
 
 def _named(names: gguf.TensorNameMap, published: str) -> str:
+    if published.startswith("blk."):
+        return published
     found = names.get_name(published, try_suffixes=(".weight", ".bias"))
     assert found is not None, published
     return found
@@ -173,8 +210,12 @@ def _changed(
     if architecture in ("llama", "smollm3", "mistral3") and ".self_attn." in name:
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         yield name, _interleaved(data, config[heads]) if heads else data
-    elif architecture.startswith("gemma") and name.endswith("norm.weight"):
+    elif architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
         yield name, data + 1
+    elif architecture == "gemma4":
+        yield _gemma4_name(name), data
+    elif architecture in _OF_DELTA_RULE and "experts" not in name:
+        yield from _of_delta_rule(name, data, config, tiled=architecture in _TILED)
     elif name.endswith("e_score_correction_bias"):
         yield name.replace("_bias", ".bias"), data
     elif name.endswith(".sinks"):
@@ -185,6 +226,59 @@ def _changed(
         yield from _unstacked(name, data)
     else:
         yield name, data
+
+
+def _gemma4_name(name: str) -> str:
+    layer = f"blk.{name.split('.')[2]}"
+    if name.endswith("router.scale"):
+        return f"{layer}.ffn_gate_inp.scale"
+    if name.endswith("per_expert_scale"):
+        return f"{layer}.ffn_down_exps.scale"
+    return name if name.endswith(".weight") else f"{name}.weight"
+
+
+def _of_delta_rule(name: str, data: Array, config: Mapping[str, Any], *, tiled: bool) -> Iterator[tuple[str, Array]]:
+    """Norms, and tensors of the gated delta rule; `tiled`: value heads in the order of their numbers in key heads."""
+    if tiled and ".linear_attn." in name:
+        data = _tiled(name, data, config)
+    if name.endswith("A_log"):
+        yield name, -np.exp(data)
+    elif name.endswith("dt_bias"):
+        yield name.replace("dt_bias", "dt_proj.bias"), data
+    elif name.endswith("conv1d.weight"):
+        yield name, data.squeeze()
+    elif name.endswith("norm.weight"):
+        yield name, data if name.endswith("linear_attn.norm.weight") else data + 1
+    elif name.endswith("in_proj_qkvz.weight"):
+        yield from _divided(name, data, config)
+    else:
+        yield name, data
+
+
+def _tiled(name: str, data: Array, config: Mapping[str, Any]) -> Array:
+    keys, values, dim = (config[f"linear_{field}"] for field in ("num_key_heads", "num_value_heads", "value_head_dim"))
+
+    def reordered(rows: Array) -> Array:
+        heads = rows.reshape(keys, values // keys, -1, *rows.shape[1:])
+        return heads.swapaxes(0, 1).reshape(rows.shape)
+
+    part = name.removesuffix(".weight").rpartition(".")[2]
+    if part == "out_proj":
+        return np.ascontiguousarray(reordered(data.T).T)
+    if part in ("in_proj_qkv", "conv1d"):
+        first = len(data) - values * dim
+        return np.concatenate([data[:first], reordered(data[first:])])
+    return reordered(data) if part in ("in_proj_z", "in_proj_a", "in_proj_b", "A_log", "dt_bias") else data
+
+
+def _divided(name: str, data: Array, config: Mapping[str, Any]) -> Iterator[tuple[str, Array]]:
+    """Qwen3-Next's projection, which is stored by key heads, as two of all heads."""
+    keys, key, dim = (config[f"linear_{field}"] for field in ("num_key_heads", "key_head_dim", "value_head_dim"))
+    value = config["linear_num_value_heads"] // keys * dim
+    by_head = data.reshape(keys, -1, data.shape[1])
+    parts = [part.reshape(-1, data.shape[1]) for part in np.split(by_head, [key, 2 * key, 2 * key + value], axis=1)]
+    yield name.replace("qkvz", "qkv"), np.concatenate(parts[:3])
+    yield name.replace("qkvz", "z"), parts[3]
 
 
 def _interleaved(data: Array, heads: int) -> Array:
@@ -209,6 +303,13 @@ def _unstacked(name: str, data: Array) -> Iterator[tuple[str, Array]]:
             yield f"{stem.replace('gate_up_proj', part)}.{kind}", turned[:, first::2]
     else:
         yield f"{stem}.{kind}", turned
+
+
+def _gemma4_divisors(config: Mapping[str, Any]) -> Array:
+    rope, dim = config["rope_parameters"]["full_attention"], next(iter(config["per_layer_config"].values()))["head_dim"]
+    divisors: Array = np.full(dim // 2, 1e30, dtype=np.float32)
+    divisors[: int(dim * rope["partial_rotary_factor"] / 2)] = 1
+    return divisors
 
 
 def _llama3_divisors(config: Mapping[str, Any]) -> Array:

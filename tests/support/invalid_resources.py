@@ -236,7 +236,13 @@ def _by_rules_of_the_model() -> list[InvalidResource]:
             "hub-name-without-org",
             {"spec/model/uri": "hf://model"},
             "spec.model.uri",
-            "must be written as hf://ORG/NAME",
+            "must be written as hf://ORG/NAME or hf://ORG/NAME:VARIANT",
+        ),
+        (
+            "hub-name-with-an-empty-variant",
+            {"spec/model/uri": "hf://org/name:"},
+            "spec.model.uri",
+            "must be written as hf://ORG/NAME or hf://ORG/NAME:VARIANT",
         ),
         (
             "claim-in-capitals",
@@ -556,7 +562,7 @@ _EVERYTHING: Final[Document] = {
     "metadata": {"name": "everything"},
     "spec": {
         "model": {
-            "uri": "hf://org/model", "revision": "refs/pr/1", "dtype": "bfloat16", "quantization": "int4",
+            "uri": "hf://org/model:Q4_K_M", "revision": "refs/pr/1", "dtype": "bfloat16", "quantization": "int4",
             "quantizationGroupSize": 64, "maxModelLen": 4096, "tokenSecretRef": {"name": "hub", "key": "token"},
             "cache": {"hostPath": "/var/models"},
         },

@@ -64,6 +64,8 @@ def expected_tokens(models: Path, name: str) -> list[tuple[str, list[int]]]:
     vocabulary = models / f"ggml-vocab-{name}.gguf"
     texts = vocabulary.with_suffix(".gguf.inp").read_bytes().decode().split(SEPARATOR)
     lines = vocabulary.with_suffix(".gguf.out").read_text().split("\n")
+    if len(lines) == len(texts) + 1 and not lines[-1]:  # the last text is not followed by a separator
+        lines.pop()
     return [(text, [int(number) for number in line.split()]) for text, line in zip(texts, lines, strict=True)]
 
 

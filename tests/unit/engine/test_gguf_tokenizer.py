@@ -19,8 +19,8 @@ from tests.support.llama_cpp_files import expected_tokens, llama_cpp_models
 pytestmark = pytest.mark.unit
 
 VOCABULARIES: Final = (
-    "command-r", "deepseek-coder", "gpt-2", "llama-bpe", "llama-spm", "mpt", "phi-3", "qwen2", "qwen35", "refact",
-    "starcoder",
+    "command-r", "deepseek-coder", "gemma-4", "gpt-2", "llama-bpe", "llama-spm", "mpt", "phi-3", "qwen2", "qwen35",
+    "refact", "starcoder",
 )  # fmt: skip
 NEEDS_TOOLS: Final = ("tool_use", "Hermes")
 NEEDS_MORE: Final = "fireworks-ai-llama-3-firefunction-v2"

@@ -22,8 +22,8 @@ LABELS = st.dictionaries(
     st.sampled_from(["team", "example.com/zone", "tier"]), st.sampled_from(["", "a", "1"]), max_size=2
 )
 URIS = st.sampled_from([
-    "hf://org/name", "pvc://claim/some/path", "pvc://claim", "file:///srv/model", "oci://registry.example/m:1",
-    "oci://registry.example/m:1#/weights",
+    "hf://org/name", "hf://org/name:Q8_0", "pvc://claim/some/path", "pvc://claim/some/tiny-Q8_0.gguf",
+    "pvc://claim", "file:///srv/model", "oci://registry.example/m:1", "oci://registry.example/m:1#/weights",
 ])  # fmt: skip
 
 

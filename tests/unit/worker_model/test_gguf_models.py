@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,13 +14,15 @@ import torch
 from safetensors.torch import load_file
 
 from hetero_api.errors import ModelError
-from hetero_api.gguf_model import GGUF_ARCHITECTURES
+from hetero_api.gguf_file import GgufHeader
+from hetero_api.gguf_names import GGUF_ARCHITECTURES
 from hetero_api.model_config import ModelConfig, model_fingerprint
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
 from hetero_client.errors import ModelStoreError
 from hetero_client.model_store.store import check_model_directory
 from hetero_worker.checkpoints.checkpoint import Checkpoint
+from hetero_worker.checkpoints.content import checkpoint_files
 from hetero_worker.checkpoints.store import StackEntry, TensorSlice
 from tests.support.gguf_models import write_gguf_model
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares
@@ -47,6 +50,12 @@ MODELS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     "gpt-oss": ("gpt-oss", "gpt-oss", {}),
     "minimax-m2": ("minimax-m2", "minimax-m2", {}),
     "deepseek2": ("deepseek-v3", "deepseek2", {}),
+    "qwen3next": ("qwen3-next", "qwen3next", {}),
+    "qwen35": ("qwen3.5", "qwen35", {"linear_num_value_heads": 24}),
+    "qwen35moe": ("qwen3.5-moe", "qwen35moe", {}),
+    "gemma4": ("gemma4", "gemma4", {}),
+    "gemma4 with values": ("gemma4-values", "gemma4", {"attention_bias": False}),
+    "gemma4 with experts": ("gemma4-moe", "gemma4", {}),
 }
 """Variants of tiny_checkpoints, their names in GGUF, and what llama.cpp has no field for."""
 
@@ -57,6 +66,10 @@ def _in_gguf(tmp_path: Path, name: str, **options: Any) -> TinyCheckpoint:
     (tmp_path / "gguf").mkdir()
     write_gguf_model(source.directory, tmp_path / "gguf" / "tiny.gguf", architecture, **options)
     return TinyCheckpoint(tmp_path / "gguf", source.reference)
+
+
+def _tensors(model: TinyCheckpoint) -> Collection[str]:
+    return GgufHeader.read(model.directory / "tiny.gguf").tensors
 
 
 def _check_logits(model: TinyCheckpoint) -> None:
@@ -112,7 +125,7 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
         ModelConfig.from_directory(directory)
     second.write_bytes(whole)
     (directory / "other.gguf").write_bytes(whole)
-    with pytest.raises(ModelError, match="holds several GGUF files"):
+    with pytest.raises(ModelError, match="holds several models in GGUF"):
         ModelConfig.from_directory(directory)
     (directory / "other.gguf").rename(directory / "mmproj-F16.gguf")  # a vision part, which is left aside
     assert ModelConfig.from_directory(directory).num_layers == 3
@@ -122,6 +135,73 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     (tmp_path / "alone.gguf").rename(directory / "alone.gguf")
     with pytest.raises(ModelError, match=r"alone.gguf: is part 0 of \d by split.no and split.count, and part 0 of 1"):
         ModelConfig.from_directory(directory)
+
+
+def test_earlier_files_of_qwen3_next_have_the_projection_by_key_heads(tmp_path: Path) -> None:
+    from tests.support import gguf_models
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_models, "_divided", lambda name, data, _: [(name, data)])
+        model = _in_gguf(tmp_path, "qwen3next")
+    assert any(name.endswith("ssm_in.weight") for name in _tensors(model))
+    _check_logits(model)
+
+
+def test_gates_and_ups_of_experts_may_be_one_tensor(tmp_path: Path) -> None:
+    from tests.support import gguf_models
+
+    whole = gguf_models._stored
+
+    def joined(*args: Any, **more: Any) -> Iterator[tuple[str, Any]]:
+        gates = {}
+        for name, data in whole(*args, **more):
+            if "ffn_gate_exps" in name:
+                gates[name] = data
+            elif "ffn_up_exps" in name:
+                gate = gates.pop(name.replace("up_exps", "gate_exps"))
+                yield name.replace("up_exps", "gate_up_exps"), np.concatenate([gate, data], axis=1)
+            else:
+                yield name, data
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_models, "_stored", joined)
+        model = _in_gguf(tmp_path, "qwen35moe")
+    assert any(name.endswith("ffn_gate_up_exps.weight") for name in _tensors(model))
+    _check_logits(model)
+
+
+@pytest.mark.parametrize("name", ["qwen3next", "qwen35"])
+def test_quantised_projections_of_the_delta_rule_are_read_in_hugging_faces_order(tmp_path: Path, name: str) -> None:
+    variant, architecture, _ = MODELS[name]
+    source = save_tiny(
+        variant, tmp_path / "source", hidden_size=64, linear_num_key_heads=8, linear_num_value_heads=16,
+        linear_value_head_dim=16, linear_key_head_dim=8,
+    )  # fmt: skip
+    (tmp_path / "gguf").mkdir()
+    file = tmp_path / "gguf" / "tiny.gguf"
+    write_gguf_model(
+        source.directory,
+        file,
+        architecture,
+        kind=lambda _, data: "F32" if data.ndim < 2 or data.shape[-1] % 32 else "Q8_0",
+    )
+    stored = load_file(source.directory / "model.safetensors")
+    layer = "model.layers.0.linear_attn"
+    names = [name for name in stored if name.startswith(layer) and max(stored[name].shape[:2]) >= 224]
+    names.remove(f"{layer}.conv1d.weight")
+    assert len(names) >= 2
+    with Checkpoint(tmp_path / "gguf") as checkpoint:
+        for each in names:
+            floats, by_columns = stored[each], each.endswith("out_proj.weight")
+            for begin, end in ((0, 256), (32, 96), (96, 224)):
+                own = UnitRange(begin, min(end, floats.shape[by_columns]))
+                part = TensorSlice(
+                    each, tuple(floats.shape), rows=None if by_columns else own, columns=own if by_columns else None
+                )
+                found = checkpoint.read_quantized(part)
+                meant = floats[:, slice(*own)] if by_columns else floats[slice(*own)]
+                assert found.format == checkpoint.format_of(part)
+                assert (found.dequantized() - meant).abs().max() <= floats.abs().max() / 127
 
 
 def test_experts_stay_as_narrow_as_they_are_stored_and_each_is_read_by_itself(tmp_path: Path) -> None:
@@ -160,6 +240,17 @@ def test_a_directory_with_nothing_but_a_gguf_file_can_be_served(tmp_path: Path) 
     file.write_bytes(file.read_bytes()[:-40])
     with pytest.raises(ModelStoreError, match=r"tiny\.gguf: tensor .* ends behind the file's end"):
         check_model_directory(directory)
+
+
+def test_of_several_models_in_a_directory_one_file_is_the_model(tmp_path: Path) -> None:
+    model = _in_gguf(tmp_path, "qwen3", split_max_tensors=9)
+    other = save_tiny("qwen3", tmp_path / "other", rms_norm_eps=1e-3).directory
+    write_gguf_model(other, model.directory / "b.gguf", "qwen3")
+    first = min(path for path in model.directory.iterdir() if path.name.startswith("tiny-"))
+    assert model_fingerprint(first) != model_fingerprint(model.directory / "b.gguf")
+    assert ModelConfig.from_directory(model.directory / "b.gguf").rms_norm_eps == pytest.approx(1e-3)
+    assert {path.name[:4] for path in checkpoint_files(first)} == {"tiny"}
+    _check_logits(TinyCheckpoint(first, model.reference))
 
 
 def test_ranks_and_gateway_can_tell_whether_they_look_at_the_same_gguf(tmp_path: Path) -> None:

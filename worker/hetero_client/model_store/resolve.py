@@ -10,7 +10,7 @@ from hetero_api.model_directory import read_source
 from hetero_api.spec_model import ModelSpec
 from hetero_client.errors import ModelSourceError, ModelStoreError
 from hetero_client.model_store.demo_model import ALIASES, DEMO_MODEL, fetch_wheel_model
-from hetero_client.model_store.hub import download_snapshot
+from hetero_client.model_store.hub import download_snapshot, served_files
 from hetero_client.model_store.store import HUB, ModelKey, ModelStore, Report, StoredModel, check_model_directory
 
 FILE_SCHEME: Final = "file://"
@@ -71,6 +71,8 @@ def fetch_model(what: str, store: ModelStore, *, revision: str | None, report: R
 def register_directory(directory: Path, store: ModelStore, *, key: ModelKey, report: Report) -> StoredModel:
     """Make a directory of the user's the entry of `key`. Raises ModelStoreError when it cannot be served."""
     check_model_directory(directory)
+    if not directory.is_dir():
+        raise ModelStoreError(f"{directory}: is a file; name its folder, or in a manifest {FILE_SCHEME}{directory}")
     with store.locked(key, report=report):
         return store.link(key, directory)
 
@@ -94,6 +96,17 @@ def _fetch_for_manifest(key: ModelKey, store: ModelStore, report: Report) -> Sto
 def _fetch_from_hub(key: ModelKey, store: ModelStore, report: Report) -> StoredModel:
     report(f"fetching {key.uri} from the Hugging Face Hub")
     snapshot = download_snapshot(key)
-    check_model_directory(snapshot)
+    if key.variant is None:
+        check_model_directory(snapshot)
+        with store.locked(key, report=report):
+            return store.link(key, snapshot)
     with store.locked(key, report=report):
-        return store.link(key, snapshot)
+        with store.new_directory(key) as folder:
+            for name, path in served_files(key, snapshot).items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).symlink_to(path)
+            check_model_directory(folder)
+        found = store.find(key)
+    if found is None:
+        raise ModelStoreError(f"{key.uri}: its entry in {store.path_of(key)} was removed meanwhile; fetch it again")
+    return found

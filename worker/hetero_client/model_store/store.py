@@ -43,36 +43,43 @@ WEIGHTS_INDEX: Final = "model.safetensors.index.json"
 _LENGTH_BYTES: Final = 8
 _PART: Final = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
 _HUB_NAME: Final = re.compile(rf"{_PART}(/{_PART})?")
+_VARIANT: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _REVISION: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._/-]{0,127}")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelKey:
-    """Name of a model: "ORG/NAME", a revision if one was asked for, and the scheme of its URI."""
+    """Name of a model: "ORG/NAME", a revision and a variant if they were asked for, and the scheme of its URI."""
 
     name: str
     revision: str | None = None
     scheme: str = HUB
+    variant: str | None = None
+    """Variant among GGUF files, e.g. "Q4_K_M"."""
 
     @classmethod
     def parse(cls, uri: str, *, revision: str | None = None) -> ModelKey:
-        """Return the key of "hf://ORG/NAME" or "ORG/NAME". Raises ModelStoreError."""
-        name = uri.removeprefix(f"{HUB}://")
-        if not _HUB_NAME.fullmatch(name):
-            raise ModelStoreError(f"{uri!r} names no Hub model; write hf://ORG/NAME")
+        """Return the key of "hf://ORG/NAME" or "ORG/NAME", with ":VARIANT" behind. Raises ModelStoreError."""
+        name, colon, variant = uri.removeprefix(f"{HUB}://").partition(":")
+        if not _HUB_NAME.fullmatch(name) or (colon and not _VARIANT.fullmatch(variant)):
+            raise ModelStoreError(f"{uri!r} names no Hub model; write hf://ORG/NAME or hf://ORG/NAME:VARIANT")
         if revision is not None and (not _REVISION.fullmatch(revision) or ".." in revision):
             raise ModelStoreError(f"revision {revision!r} is no branch, tag or commit")
-        return cls(name, revision)
+        return cls(name, revision, variant=variant or None)
 
     @property
     def uri(self) -> str:
         """URI of the model, without the revision."""
-        return f"{self.scheme}://{self.name}"
+        return f"{self.scheme}://{self._named}"
 
     @property
     def folder(self) -> str:
         """Path below models/SCHEME."""
-        return self.name if self.revision is None else f"{self.name}@{self.revision.replace('/', '--')}"
+        return self._named if self.revision is None else f"{self._named}@{self.revision.replace('/', '--')}"
+
+    @property
+    def _named(self) -> str:
+        return self.name if self.variant is None else f"{self.name}:{self.variant}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,24 +107,20 @@ class ModelStore:
     def find(self, key: ModelKey) -> StoredModel | None:
         """Return the entry; None if there is none, or it links to a folder that is gone.
 
-        Entries of the Hub's scheme are links. A directory in their place was made by an earlier version, which stored
-        converted weights under the Hub's name; it is not an entry.
+        Entries of the Hub's scheme are links, or for a variant a directory of links. Another directory in their place
+        was made by an earlier version, which stored converted weights under the Hub's name; it is not an entry.
         """
-        path = self.path_of(key)
-        if not (path / CONFIG_FILE).is_file() or (key.scheme == HUB and not path.is_symlink()):
-            return None
-        return _entry(f"{key.scheme}://{key.folder}", path)
+        path, uri = self.path_of(key), f"{key.scheme}://{key.folder}"
+        has_model = (path / CONFIG_FILE).is_file() or any(path.glob("*.gguf"))
+        return _entry(uri, path) if has_model and _is_entry(uri, path) else None
 
     def entries(self) -> list[StoredModel]:
         """Return all entries, by URI."""
         root = self.home.models
-        found = (path.parent for depth in ("*/", "*/*/") for path in root.glob(f"*/{depth}{CONFIG_FILE}"))
+        places = [f"*/{depth}{name}" for depth in ("*/", "*/*/") for name in (CONFIG_FILE, "*.gguf")]
+        found = (path.parent for place in places for path in root.glob(place))
         by_uri = {"://".join(str(path.relative_to(root)).split("/", 1)): path for path in found}
-        return [
-            _entry(uri, path)
-            for uri, path in sorted(by_uri.items())
-            if path.is_symlink() or not uri.startswith(f"{HUB}://")
-        ]
+        return [_entry(uri, path) for uri, path in sorted(by_uri.items()) if _is_entry(uri, path)]
 
     def locked(self, key: ModelKey, *, report: Report) -> AbstractContextManager[None]:
         """Keep other processes from making this entry while the block runs."""
@@ -158,9 +161,14 @@ class ModelStore:
         return _entry(f"{key.scheme}://{key.folder}", target)
 
 
+def _is_entry(uri: str, path: Path) -> bool:
+    return path.is_symlink() or not uri.startswith(f"{HUB}://") or ":" in path.name
+
+
 def _entry(uri: str, path: Path) -> StoredModel:
     source = read_source(path)
-    origin = source.describe() if source else f"link to {path.resolve()}" if path.is_symlink() else "unknown"
+    link = next((each for each in (path, *sorted(path.glob("*.gguf"))) if each.is_symlink()), None)
+    origin = source.describe() if source else f"link to {link.resolve()}" if link is not None else "unknown"
     size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
     return StoredModel(uri, path, origin, size)
 
@@ -177,8 +185,10 @@ def check_model_directory(directory: Path, *, weights: bool = True) -> ModelConf
 
     Raises ModelStoreError, which names the file and the fix.
     """
-    if not directory.is_dir():
+    if not directory.is_dir() and directory.suffix != ".gguf":
         raise ModelStoreError(f"{directory}: no such directory")
+    if not directory.exists():
+        raise ModelStoreError(f"{directory}: no such file")
     try:
         config = ModelConfig.from_directory(directory)
     except ModelError as error:

@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from hetero_api.gguf_model import gguf_files
 from hetero_api.model_config import CONFIG_FILE
 from hetero_api.packed_weights import MODELOPT_FILE
 from hetero_worker.checkpoints.packed_file import PARTIAL_SUFFIX
@@ -122,6 +123,8 @@ class CheckpointContent:
 
 def checkpoint_files(directory: Path) -> list[Path]:
     """Return config and weight files, by name. Raises OSError."""
+    if not directory.is_dir():  # a GGUF file that is named in place of its directory
+        return list(gguf_files(directory))
     return sorted(
         path for path in directory.iterdir() if path.name in _CONFIG_FILES or path.name.endswith(_CHECKPOINT_SUFFIXES)
     )

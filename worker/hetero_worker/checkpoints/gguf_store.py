@@ -4,35 +4,49 @@ A row of a quantised tensor is a sequence of blocks of 32 or 256 values; `hetero
 rank's rows are thus a piece of the file, and its columns are blocks of each row. Experts of a layer lie one after
 another in a stack, so an expert is a piece of the file, too.
 
-Some tensors are stored in another order than Hugging Face's, which the store undoes. For the Llama family, rows of q
-and k have the two halves of a head interleaved. Of latent attention's `kv_b_proj`, each head's part for values is a
-tensor of its own, and so is that for keys, transposed; these are read as floats.
+Some tensors are stored in another order than Hugging Face's, which the store undoes (`gguf_order`). Of latent
+attention's `kv_b_proj`, each head's part for values is a tensor of its own, and so is that for keys, transposed; these
+are read as floats. The decays of the gated delta rule are stored, not their logarithms.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
 from hetero_api.errors import ModelError
 from hetero_api.gguf_file import GgufTensor
-from hetero_api.gguf_model import GGUF_ARCHITECTURES, GgufName, architecture_of, gguf_files, gguf_header, gguf_name
+from hetero_api.gguf_model import architecture_of, gguf_files, gguf_header
+from hetero_api.gguf_names import GgufName, gguf_name
 from hetero_api.model_directory import model_file
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.gguf_blocks import unpack_blocks
-from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
+from hetero_worker.checkpoints.gguf_order import GgufOrder
+from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix, side_by_side, stacked
 from hetero_worker.checkpoints.store import MappedFile, TensorSlice, WeightStore
 
 _FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_HEAD_COUNTS: Final = {"q_proj": "attention.head_count", "k_proj": "attention.head_count_kv"}
+_LOGARITHMS: Final = ".A_log"
+"""End of the name of a tensor x of which -eˣ is stored."""
 _WHOLE_BY_HEAD: Final = "attn_kv_b.weight"
 _KEYS_BY_HEAD: Final = "attn_k_b.weight"
 _VALUES_BY_HEAD: Final = "attn_v_b.weight"
+
+
+class _Place(NamedTuple):
+    """Rows of a stored matrix or vector, perhaps one of a stack."""
+
+    tensor: GgufTensor
+    rows: torch.Tensor
+    """int64."""
+    expert: int | None
 
 
 class GgufStore(WeightStore):
@@ -43,6 +57,7 @@ class GgufStore(WeightStore):
         self._path = files[0]
         self._header = gguf_header(files)
         self._architecture = architecture_of(self._header)
+        self._order = GgufOrder(self._header)
         self._mapped: dict[Path, MappedFile] = {}
         for path in files:
             try:
@@ -60,9 +75,12 @@ class GgufStore(WeightStore):
         stored = self._stored(name)
         if self._is_by_head(stored):
             return None
-        formats = [self._tensor(tensor, name).kind.weights for tensor in stored.tensors]
+        formats = [self._tensor(part.tensor, name).kind.weights for part in stored.parts]
         known = [weights for weights in formats if weights is not None]
-        return reduce(WeightFormat.joined, known) if len(known) == len(formats) else None
+        if len(known) < len(formats):
+            return None
+        joined = reduce(WeightFormat.joined, known)
+        return replace(joined, group=math.gcd(joined.group, self._order.column_unit(name)))
 
     def dtype_of(self, name: str) -> torch.dtype:
         """See `WeightStore.dtype_of`."""
@@ -70,7 +88,7 @@ class GgufStore(WeightStore):
         tensors = (
             self._by_head(stored, name)
             if self._is_by_head(stored)
-            else [self._tensor(tensor, name) for tensor in stored.tensors]
+            else [self._tensor(part.tensor, name) for part in stored.parts]
         )
         return reduce(torch.promote_types, (_FLOATS.get(tensor.kind.name, torch.float32) for tensor in tensors))
 
@@ -79,29 +97,54 @@ class GgufStore(WeightStore):
         stored = self._stored(part.name)
         if self._is_by_head(stored):
             return self._joined_heads(part, self._by_head(stored, part.name))
-        tensor = self._checked(part, stored)
-        if tensor.kind.weights is not None:  # of two tensors whose rows alternate, the other one is floats
-            return self._unpacked(tensor, part).dequantized()
-        found = self._of_rows(self._entry(tensor, part), part)
-        if part.columns is not None:
-            found = found[:, slice(*part.columns)]
-        return found.flatten(-2).clone().view(_FLOATS[tensor.kind.name]).reshape(part.shape)
+        found = [self._floats_at(place, part) for place in self._places(part, stored)]
+        floats = (found[0] if len(found) == 1 else torch.cat(found)).reshape(part.shape)
+        return self._logarithms(floats, part.name) if part.name.endswith(_LOGARITHMS) else floats
 
     def quantized(self, part: TensorSlice) -> QuantizedMatrix:
         """See `WeightStore.quantized`."""
-        matrix = self._unpacked(self._checked(part, self._stored(part.name)), part)
+        matrix = stacked([self._unpacked(place, part) for place in self._places(part, self._stored(part.name))])
         weights = self.format_of(part.name)
         assert weights is not None
         return matrix.in_format(weights.cut(*part.column_range, part.full_shape[1]))
 
-    def _unpacked(self, tensor: GgufTensor, part: TensorSlice) -> QuantizedMatrix:
-        size, wanted = tensor.kind.block_values, part.column_range
-        first, last = wanted.begin // size, -(-wanted.end // size)
-        matrix = _matrix(tensor, self._of_rows(self._entry(tensor, part)[:, first:last], part), part.name)
-        return matrix.columns(UnitRange(wanted.begin - first * size, wanted.end - first * size))
+    def _floats_at(self, place: _Place, part: TensorSlice) -> torch.Tensor:
+        if place.tensor.kind.weights is not None:  # of two tensors that rows are divided between, the other is floats
+            return self._unpacked(place, part).dequantized()
+        stored = self._rows_at(place)
+        if len(part.full_shape) == 2:
+            columns = [stored[:, slice(*wanted)] for wanted in self._columns(part)]
+            stored = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
+        return stored.flatten(-2).clone().view(_FLOATS[place.tensor.kind.name])
+
+    def _unpacked(self, place: _Place, part: TensorSlice) -> QuantizedMatrix:
+        size, stored = place.tensor.kind.block_values, self._rows_at(place)
+        matrices = []
+        for wanted in self._columns(part):
+            first, last = wanted.begin // size, -(-wanted.end // size)
+            matrix = _matrix(place.tensor, stored[:, first:last], part.name)
+            matrices.append(matrix.columns(UnitRange(wanted.begin - first * size, wanted.end - first * size)))
+        return side_by_side(matrices)
+
+    def _columns(self, part: TensorSlice) -> list[UnitRange]:
+        return self._order.columns(part.name, part.column_range, width=part.full_shape[1])
+
+    def _rows_at(self, place: _Place) -> torch.Tensor:
+        """Return uint8 [rows, blocks of a row, bytes of a block], or [values, bytes] of a vector."""
+        stored, rows = self._blocks(place.tensor), place.rows
+        if place.expert is not None:
+            stored = stored[place.expert]
+        begin, end = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
+        in_order = torch.equal(rows, torch.arange(begin, end))
+        return stored[begin:end] if in_order else stored[rows]
+
+    def _logarithms(self, decays: torch.Tensor, name: str) -> torch.Tensor:
+        if not bool((decays < 0).all()):
+            raise ModelError(f"{self._path}: tensor {name}: must hold numbers of less than 0")
+        return (-decays.float()).log()
 
     def _stored(self, name: str) -> GgufName:
-        stored = gguf_name(self._architecture, name)
+        stored = gguf_name(self._architecture, name, self._header.tensors)
         if stored is None:
             raise self._missing(name, name)
         return stored
@@ -114,29 +157,22 @@ class GgufStore(WeightStore):
     def _missing(self, stored: str, name: str) -> ModelError:
         return ModelError(f"{self._path}: no tensor {stored} ({name}); is config.json beside it of the same model?")
 
-    def _checked(self, part: TensorSlice, stored: GgufName) -> GgufTensor:
-        """Return the tensor that the slice, or the stack that its entry, lies in."""
-        entry = part.entry
-        tensor = self._tensor(stored.tensors[entry.first if entry else 0], part.name)
-        found, expected = tensor.shape, part.full_shape
-        if entry is not None:
-            expected = entry.entries, *expected
-        elif stored.expert is not None:
-            expected = max(stored.expert + 1, found[0]), *expected
-        if found != expected:
-            raise ModelError(
-                f"{tensor.path}: tensor {part.name} has shape {list(found)}, config.json says {list(expected)}; "
-                "the two are not of the same model"
-            )
-        if len(part.full_shape) == 1 and tensor.kind.weights is not None:
-            raise ModelError(f"{tensor.path}: tensor {part.name} is a vector of {tensor.kind.name}, not of floats")
-        return tensor
-
-    def _entry(self, tensor: GgufTensor, part: TensorSlice) -> torch.Tensor:
-        """Return uint8 [rows, blocks of a row, bytes of a block] in the file, or [values, bytes] of a vector."""
-        blocks = self._blocks(tensor)
-        expert = part.entry.number if part.entry else self._stored(part.name).expert
-        return blocks if expert is None else blocks[expert]
+    def _places(self, part: TensorSlice, stored: GgufName) -> list[_Place]:
+        """Return where a slice's rows lie, in their order. Raises ModelError."""
+        entry, parts = part.entry, stored.parts
+        if entry is not None and len(parts) > 1:  # gates and ups alternate, or the latter come behind the former
+            parts = (parts[bool(entry.first)],)
+        height, expert = part.full_shape[0], entry.number if entry else stored.expert
+        runs = self._order.rows(part.name, part.row_range, height=height, parts=len(parts))
+        places = []
+        for number, rows in runs:
+            tensor, half = self._tensor(parts[number].tensor, part.name), parts[number].half
+            if len(parts) == 1:
+                tensor = _checked(tensor, part, heights=1 if half is None else 2, expert=expert)
+            elif tensor.shape[1:] != part.full_shape[1:] or int(rows.max()) >= tensor.shape[0]:
+                raise _misfit(tensor, part, part.full_shape)
+            places.append(_Place(tensor, rows + (half or 0) * height, expert))
+        return places
 
     def _blocks(self, tensor: GgufTensor) -> torch.Tensor:
         """Return uint8 [..., blocks of a row, bytes of a block] in the file; a vector has no rows."""
@@ -144,34 +180,14 @@ class GgufStore(WeightStore):
         stored = self._mapped[tensor.path].bytes[tensor.offset : tensor.offset + tensor.num_bytes]
         return stored.view(*tensor.shape[:-1], tensor.shape[-1] // kind.block_values, kind.block_bytes)
 
-    def _of_rows(self, stored: torch.Tensor, part: TensorSlice) -> torch.Tensor:
-        """Return the slice's rows, or values of a vector, in Hugging Face's order."""
-        rows, heads = part.row_range, self._interleaved_heads(part.name)
-        if not heads:
-            return stored[slice(*rows)]
-        dim = part.full_shape[0] // heads
-        within = torch.arange(dim).view(-1, 2).T.flatten()
-        numbers = torch.arange(*rows)
-        return stored[numbers // dim * dim + within[numbers % dim]]
-
-    def _interleaved_heads(self, name: str) -> int:
-        """Return the number of heads that the tensor's rows interleave; 0: rows are in order."""
-        module = name.split(".")[-2]
-        if not GGUF_ARCHITECTURES[self._architecture].interleaved_heads or module not in _HEAD_COUNTS:
-            return 0
-        field = f"{self._architecture}.{_HEAD_COUNTS[module]}"
-        count = self._header.metadata.get(field)
-        if not isinstance(count, int) or count < 1:
-            raise ModelError(f"{self._path}: {field} must be a whole number of heads, not {count!r}")
-        return count
-
     def _is_by_head(self, stored: GgufName) -> bool:
         """Return whether a tensor is latent attention's of all heads, and stored by its use."""
-        return stored.tensors[0].endswith(_WHOLE_BY_HEAD) and stored.tensors[0] not in self._header.tensors
+        whole = stored.parts[0].tensor
+        return whole.endswith(_WHOLE_BY_HEAD) and whole not in self._header.tensors
 
     def _by_head(self, stored: GgufName, name: str) -> Sequence[GgufTensor]:
         """Return keys [heads, rank, nope_dim] and values [heads, value_dim, rank]."""
-        layer = stored.tensors[0].removesuffix(_WHOLE_BY_HEAD)
+        layer = stored.parts[0].tensor.removesuffix(_WHOLE_BY_HEAD)
         return [self._tensor(f"{layer}{tensor}", name) for tensor in (_KEYS_BY_HEAD, _VALUES_BY_HEAD)]
 
     def _joined_heads(self, part: TensorSlice, tensors: Sequence[GgufTensor]) -> torch.Tensor:
@@ -204,6 +220,36 @@ def open_gguf(directory: Path) -> GgufStore | None:
     """Open the directory's GGUF files; None if it has none. Raises ModelError."""
     files = gguf_files(directory)
     return GgufStore(files) if files else None
+
+
+def _checked(tensor: GgufTensor, part: TensorSlice, *, heights: int, expert: int | None) -> GgufTensor:
+    """Return the stored tensor in the shape that the config asks for; `heights`: how many of them it has rows for.
+
+    Dimensions of one element may be left out in the file. Raises ModelError.
+    """
+    expected = heights * part.full_shape[0], *part.full_shape[1:]
+    if part.entry is not None:
+        expected = part.entry.entries, *expected
+    elif expert is not None:
+        expected = max(expert + 1, tensor.shape[0]), *expected
+    if tensor.shape != expected:
+        if tensor.shape[-1] != expected[-1] or _longer(tensor.shape) != _longer(expected):
+            raise _misfit(tensor, part, expected)
+        tensor = replace(tensor, shape=expected)
+    if len(part.full_shape) != 2 and tensor.kind.weights is not None:
+        raise ModelError(f"{tensor.path}: tensor {part.name} is stored as {tensor.kind.name}, and must be floats")
+    return tensor
+
+
+def _longer(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size > 1)
+
+
+def _misfit(tensor: GgufTensor, part: TensorSlice, expected: tuple[int, ...]) -> ModelError:
+    return ModelError(
+        f"{tensor.path}: tensor {part.name} has shape {list(tensor.shape)}, config.json says {list(expected)}; "
+        "the two are not of the same model"
+    )
 
 
 def _matrix(tensor: GgufTensor, blocks: torch.Tensor, name: str) -> QuantizedMatrix:

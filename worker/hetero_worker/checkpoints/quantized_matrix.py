@@ -136,6 +136,21 @@ def stacked(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     )
 
 
+def side_by_side(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+    """Return matrices of whole groups joined along their columns, in the narrowest format that holds all of them."""
+    if len(matrices) == 1:
+        return matrices[0]
+    weights = reduce(WeightFormat.joined, (matrix.format for matrix in matrices))
+    parts = [matrix.in_format(weights) for matrix in matrices]
+    minima = [part.minima for part in parts if part.minima is not None]
+    return QuantizedMatrix(
+        weights,
+        torch.cat([part.values for part in parts], dim=1),
+        torch.cat([part.scales for part in parts], dim=1),
+        torch.cat(minima, dim=1) if minima else None,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
     """A packed matrix [rows, in] whose rows are looked up, and widened row by row.

@@ -19,7 +19,6 @@ from hetero_api.contract import (
     POD_GROUP_TOKEN_FILE,
     POD_KEYS_FILE,
     POD_MANIFEST,
-    POD_MODEL_DIR,
     POD_TLS_DIR,
     ROLE_GATEWAY,
     SECRET_ADMIN_TOKEN_KEY,
@@ -43,7 +42,7 @@ from hetero_operator.reconcile.manifests.containers import (
     secret_folder,
     tmp_files,
 )
-from hetero_operator.reconcile.manifests.model_volumes import deliver_model
+from hetero_operator.reconcile.manifests.model_volumes import deliver_model, served_path
 from hetero_operator.reconcile.manifests.rendering import Rendering, common_labels, gateway_selector, manifest
 from hetero_operator.reconcile.names import GATEWAY_CONTAINER, GATEWAY_PORTS
 
@@ -109,7 +108,7 @@ def _container(
         rendering, GATEWAY_CONTAINER, image, resources=resources,
         command=["python", "-m", "hetero_gateway"],
         args=[
-            "--manifest", POD_MANIFEST, "--model", POD_MODEL_DIR, "--host", "0.0.0.0", *listen,
+            "--manifest", POD_MANIFEST, "--model", served_path(rendering.spec.model), "--host", "0.0.0.0", *listen,
             *_access_arguments(rendering.spec.gateway),
         ],
         env={

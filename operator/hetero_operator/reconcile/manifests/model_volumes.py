@@ -40,6 +40,7 @@ HUB: Final = "hf"
 CLAIM: Final = "pvc"
 IMAGE: Final = "oci"
 NODE: Final = "file"
+_FILE_SUFFIX: Final = ".gguf"
 _IMAGE_FOLDER: Final = "models"
 """Where a model lies in an image that does not say otherwise."""
 IMAGE_VOLUMES_SINCE: Final = (1, 35)
@@ -55,6 +56,8 @@ class ModelUri(NamedTuple):
     """The Hub's repository, the claim, or the image; "" for file://."""
     path: str
     """Folder within it, without slashes at its ends; of file:// the absolute path on the node."""
+    file: str = ""
+    """File of the folder that is the model; "": the folder is."""
 
 
 def parse_model_uri(uri: str) -> ModelUri:
@@ -62,13 +65,25 @@ def parse_model_uri(uri: str) -> ModelUri:
     scheme, _, rest = uri.partition("://")
     if scheme == CLAIM:
         claim, _, path = rest.partition("/")
-        return ModelUri(scheme, claim, path.strip("/"))
+        return ModelUri(scheme, claim, *_folder_and_file(path.strip("/")))
     if scheme == IMAGE:
         image, _, path = rest.partition("#")
-        return ModelUri(scheme, image, path.strip("/") or _IMAGE_FOLDER)
+        return ModelUri(scheme, image, *_folder_and_file(path.strip("/") or _IMAGE_FOLDER))
     if scheme == NODE:
-        return ModelUri(scheme, "", "/" + rest.strip("/"))
+        folder, file = _folder_and_file(rest.strip("/"))
+        return ModelUri(scheme, "", f"/{folder}", file)
     return ModelUri(scheme, rest, "")
+
+
+def _folder_and_file(path: str) -> tuple[str, str]:
+    folder, _, file = path.rpartition("/")
+    return (folder, file) if file.endswith(_FILE_SUFFIX) else (path, "")
+
+
+def served_path(model: ModelSpec) -> str:
+    """Return the model's path within a pod."""
+    file = parse_model_uri(model.uri).file
+    return f"{POD_MODEL_DIR}/{file}" if file else POD_MODEL_DIR
 
 
 def deliver_model(rendering: Rendering, *, image: str, resources: dict[str, Any], tokenizer_only: bool) -> MountedFiles:
@@ -96,9 +111,10 @@ def _mounted(rendering: Rendering, uri: ModelUri) -> MountedFiles:
 
 
 def _copied(rendering: Rendering, uri: ModelUri, resources: dict[str, Any]) -> MountedFiles:
+    source = f"/{uri.path}/." if uri.path else f"/{uri.file}"  # the image's root holds more than a model
     copy = container(
         rendering, MODEL_CONTAINER, uri.source, resources=resources,
-        command=["cp", "-a", f"/{uri.path}/.", POD_MODEL_DIR],
+        command=["cp", "-a", source, POD_MODEL_DIR],
         mounts=[{"name": MODEL_VOLUME, "mountPath": POD_MODEL_DIR}],
     )  # fmt: skip
     return MountedFiles(({"name": MODEL_VOLUME, "emptyDir": {}},), (_model_mount(),), (copy,))

@@ -21,7 +21,6 @@ from hetero_api.contract import (
     LABEL_POOL,
     LABEL_REVISION,
     POD_GROUP_TOKEN_FILE,
-    POD_MODEL_DIR,
     RANKS_PORT,
     ROLE_RANK,
 )
@@ -43,7 +42,7 @@ from hetero_operator.reconcile.manifests.containers import (
     rank_scheduling,
     tmp_files,
 )
-from hetero_operator.reconcile.manifests.model_volumes import deliver_model
+from hetero_operator.reconcile.manifests.model_volumes import deliver_model, served_path
 from hetero_operator.reconcile.manifests.optional_kinds import CLAIM_NAME, device_class, gang_annotations, gang_labels
 from hetero_operator.reconcile.manifests.rendering import Rendering, common_labels, manifest, rank_selector
 from hetero_operator.reconcile.rank_sets import RankContainer, RankSet
@@ -153,7 +152,7 @@ def _arguments(rendering: Rendering, item: RankContainer) -> list[str]:
     is_cpu = pool.type == PoolType.CPU
     options = {
         "--gateway": f"{host}:{RANKS_PORT}",
-        "--model": POD_MODEL_DIR,
+        "--model": served_path(rendering.spec.model),
         "--pool": pool.name,
         "--ranks-per-pod": pool.ranks_per_pod,
         "--threads-per-rank": pool.cores_per_rank,

@@ -117,7 +117,7 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
     """Read the tokenizer of a GGUF file; of a split one, its first part. Raises ModelError naming file and field."""
     header = GgufHeader.read(path, lists=(_TOKENS, _TYPES, _SCORES, _MERGES))
     vocabulary = _Vocabulary(header)
-    kinds = {"gpt2": vocabulary.byte_level, "llama": vocabulary.sentencepiece}
+    kinds = {"gpt2": vocabulary.byte_level, "llama": vocabulary.sentencepiece, "gemma4": vocabulary.merged_characters}
     kind = header.metadata.get(f"{_FIELD}model")
     if kind not in kinds:
         raise vocabulary.error("model", f"{kind!r} is not supported; supported: {', '.join(kinds)}")
@@ -177,13 +177,19 @@ class _Vocabulary:
         scores = self._list("scores", float)
         if len(scores) != len(self._tokens):
             raise self.error("scores", f"lists {len(scores)} tokens of {len(self._tokens)}")
+        has_prefix = bool(self._header.metadata.get(f"{_FIELD}add_space_prefix", True))
+        return self._of_characters(self._merges(scores), has_prefix=has_prefix)
+
+    def merged_characters(self) -> Tokenizer:
+        """Return the same kind of tokenizer, whose merges are listed. Raises ModelError."""
+        return self._of_characters([self._merge(text) for text in self._list("merges", str)], has_prefix=False)
+
+    def _of_characters(self, merges: list[tuple[str, str]], *, has_prefix: bool) -> Tokenizer:
+        """`has_prefix`: a space is put before text."""
         unknown = self.special_tokens.get("unk_token")
         tokenizer = Tokenizer(
-            models.BPE(
-                vocab=self._ids(), merges=self._merges(scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
-            )
+            models.BPE(vocab=self._ids(), merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
         )
-        has_prefix = bool(self._header.metadata.get(f"{_FIELD}add_space_prefix", True))
         spaces = normalizers.Replace(" ", _SPACE)
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if has_prefix else spaces
         steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
