@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from hetero_gateway.engine.errors import InvalidRequest
 from hetero_gateway.engine.request import Constraint, ConstraintKind
 from hetero_gateway.engine.text.answer_formats import FORMATS, THINK, AnswerFormat
 from hetero_gateway.engine.text.answer_parser import AnswerParser
+from hetero_gateway.engine.text.asked_answer import AskedAnswer
 from hetero_gateway.engine.text.call_grammars import behind_thought, forced_calls
-from hetero_gateway.engine.text.constraints import _grammar
+from hetero_gateway.engine.text.constraints import ConstraintCompiler, _grammar
 from tests.unit.engine.family_answers import meaning_of
+from tests.unit.engine.test_channels import PROMPT as HARMONY_PROMPT
+from tests.unit.engine.test_channels import TOKENIZER as HARMONY
 
 pytestmark = pytest.mark.unit
 
@@ -137,3 +141,36 @@ def test_white_space_of_json_is_bounded() -> None:
     assert not allows(grammar, "{" + " " * 41 + "}")
     own = json.dumps({**json.loads(schema), "x-guidance": {"whitespace_pattern": "[ \\n]{1,90}"}})
     assert allows(_grammar(Constraint(ConstraintKind.JSON_SCHEMA, own), "field"), "{" + "\n" * 90 + "}")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "<|channel|>commentary to=functions.stop <|constrain|>json<|message|>{}",
+        "<|channel|>analysis<|message|>Hm {<|end|><|start|>assistant"
+        "<|channel|>commentary to=functions.stop <|constrain|>json<|message|>{}",
+    ],
+)
+async def test_a_forced_call_of_gpt_oss_is_read_from_its_special_tokens(answer: str) -> None:
+    form = AnswerFormat.find("", special_id=HARMONY.special_id, calls="GptOss")
+    asked = AskedAnswer(form, tools={"stop": STOP}, is_forced=True, in_parallel=False)
+    constraint = asked.constraint(None, prompt_end="<|start|>assistant")
+    assert constraint is not None
+    assert constraint.has_frame
+    size, ends = HARMONY.vocab_size, frozenset(HARMONY.encode("<|call|><|return|>"))
+    compiled = await ConstraintCompiler(HARMONY, vocab_size=size, eos_token_ids=ends).compile(constraint)
+    ids, progress = HARMONY.encode(answer), compiled.matcher()
+    progress.replay(ids, field_name="received")
+    mask = progress.mask()
+    assert {token for token in range(size) if mask[token // 8] >> token % 8 & 1} == ends
+
+    detokenizer = HARMONY.detokenizer((), HARMONY.encode(HARMONY_PROMPT), asked.shown_token_ids)
+    text = detokenizer.push(ids) + detokenizer.finish()
+    parser = asked.parser("<|start|>assistant")
+    assert meaning_of(parser.push(text) + parser.finish()) == ("", "", [("stop", {})])
+
+
+async def test_a_format_that_is_not_known_cannot_be_forced() -> None:
+    asked = AskedAnswer(AnswerFormat(None, None), tools=TOOLS, is_forced=True)
+    with pytest.raises(InvalidRequest, match="format of this model's calls is not known"):
+        asked.constraint(None, prompt_end="")

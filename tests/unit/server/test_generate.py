@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from grpc_status import rpc_status
 from hetero_api.model_directory import ModelSource, write_source
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.request import derived_seed
+from hetero_gateway.engine.stream import StreamEvent
 from hetero_gateway.server.access.intake import Intake
 from hetero_gateway.server.access.limits import Meters
 from hetero_gateway.server.calls import InFlight
 from hetero_gateway.server.config import read_model
-from hetero_gateway.server.inference import InferenceServicer
+from hetero_gateway.server.inference import InferenceServicer, merged
 from hetero_gateway.server.metrics import GatewayMetrics
 from hetero_gateway.server.reading import RequestReader
 from tests.unit.engine.fake_ranks import tokens_alone
@@ -385,3 +386,13 @@ async def test_the_next_epoch_serves_after_a_rank_came_back(tmp_path: Path) -> N
         events = await read_all(bench.inference().Generate(request([5], sampling=sampling(seed=3, max_tokens=2))))
         assert [token for event in events[1:-1] for token in event.delta.token_ids] == expected([5], seed=3, count=2)
         assert (await bench.inference().GetServerInfo(pb.GetServerInfoRequest())).epoch == 2
+
+
+async def test_a_merged_answer_has_its_reasoning() -> None:
+    async def events() -> AsyncIterator[StreamEvent]:
+        yield pb.Delta(reasoning="H", token_ids=[1])
+        yield pb.Delta(reasoning="m", text="a", token_ids=[2])
+        yield pb.Finished()
+
+    delta, _ = [event async for event in merged(events())]
+    assert delta == pb.Delta(reasoning="Hm", text="a", token_ids=[1, 2])

@@ -160,7 +160,11 @@ async def merged(events: AsyncIterable[StreamEvent]) -> AsyncIterator[StreamEven
 
 
 def _sum(deltas: Sequence[pb.Delta]) -> pb.Delta:
-    whole = pb.Delta(index=deltas[0].index, text="".join(delta.text for delta in deltas))
+    whole = pb.Delta(
+        index=deltas[0].index,
+        text="".join(delta.text for delta in deltas),
+        reasoning="".join(delta.reasoning for delta in deltas),
+    )
     for delta in deltas:
         whole.token_ids.extend(delta.token_ids)
         whole.logprobs.extend(delta.logprobs)
