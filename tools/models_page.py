@@ -88,8 +88,8 @@ of E4B in 16 bits. Ranks with heads sum them once a step, and have all of what m
 for Qwen3-Next. Ranks hold them for as many sequences as `maxNumSeqs` says, which is counted in their memory, and have
 the heads that are dealt in proportion to KV heads. An eighth of the memory that is left for the KV cache is for
 snapshots of states, and a prefix hit rounds down to one. A native kernel computes the rule on CPU ranks, token by token
-in prefill, too: a row's bits do not depend on the batch or on chunks. On GPUs torch computes it, prompts in chunks, and
-steps are not replayed from graphs.
+in prefill, too: a row's bits do not depend on the batch or on chunks. On GPUs Triton kernels compute decode rows, and
+torch prompts in chunks; steps are not replayed from graphs.
 
 **Experts that all tokens share** are dealt in proportion to KV heads; routed experts are dealt whole.
 

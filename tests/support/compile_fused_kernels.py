@@ -16,10 +16,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hetero_api.model_parts import Activation
-from hetero_worker.kernels import activations, norms, rotary, trial
+from hetero_worker.kernels import activations, delta_rule, norms, rotary, trial
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+DELTA_HEADS = {
+    "key_heads": 16, "group": 2, "key_dim": 128, "value_dim": 96, "tile_keys": 128, "tile_values": 128,
+}  # fmt: skip
 HEADS = {"num_heads": 14, "num_kv_heads": 2, "head_dim": 96, "tile_heads": 8, "block": 64}
 
 
@@ -41,6 +44,12 @@ def compile_all(dtype: torch.dtype) -> None:
     compile_kernel(norms._add_rms_norm, types, {"width": 896, "block": 1024})
     for activation in get_args(Activation):
         compile_kernel(activations._gated, types, {"columns": 4864, "activation": activation, "block": 1024})
+    floats = dict.fromkeys(
+        ("convolution", "windows", "convolved", "decays", "decay_biases", "norm", "matrices"), "*fp32"
+    )
+    delta = {**types, **floats, "lengths": "*i32", "num_tokens": "i32", "width": "i32", "scale": "fp32"}
+    compile_kernel(delta_rule._convolve, {**delta, "out": "*fp32"}, {"channels": 8192, "taps": 4, "block": 256})
+    compile_kernel(delta_rule._rule, delta, DELTA_HEADS)
     each_head = {**HEADS, "over_all_heads": False, "mean_squares": None}
     compile_kernel(rotary._rotate, types, {**each_head, "norms": True})
     compile_kernel(rotary._rotate, types, {**each_head, "norms": False, "weights": None})

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 
 from hetero_api.model_parts import Activation
+from hetero_worker.attention.base import StepAttention
+from hetero_worker.attention.delta_rule import DeltaInputs, DeltaWeights
 from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.attention.triton_delta import triton_delta_rule
 from hetero_worker.kernels import activations
 from hetero_worker.kernels.expert_choice import RouterWeights, choose
 from hetero_worker.kernels.matmul import linear
@@ -65,6 +68,12 @@ class TritonOps(PlainOps):
         )
         return qkv[:, :num_heads]
 
+    def delta_rule(
+        self, inputs: DeltaInputs, weights: DeltaWeights, cache: LayerCache, attention: StepAttention
+    ) -> torch.Tensor:
+        """See `FusedOps.delta_rule`."""
+        return triton_delta_rule(inputs, weights, cache, attention, by_token=False)
+
     def route(self, hidden: torch.Tensor, router: RouterWeights) -> tuple[torch.Tensor, torch.Tensor]:
         """See `FusedOps.route`."""
         return choose(router_logits(hidden, router), router)
@@ -93,6 +102,12 @@ class InvariantTritonOps(TritonOps):
     ) -> RotatedHeads:
         """See `FusedOps.rotate`."""
         return self._by_element.rotate(qkv, rotation, num_heads=num_heads, norms=norms)
+
+    def delta_rule(
+        self, inputs: DeltaInputs, weights: DeltaWeights, cache: LayerCache, attention: StepAttention
+    ) -> torch.Tensor:
+        """See `FusedOps.delta_rule`."""
+        return triton_delta_rule(inputs, weights, cache, attention, by_token=True)
 
     def capped(self, logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
         """See `FusedOps.capped`."""
