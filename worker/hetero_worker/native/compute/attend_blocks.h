@@ -52,6 +52,7 @@
 
 /* Prefetches elements [d, d + count) of a cache's row, which are read soon. */
 V_INLINE void expect(const void *row, uint64_t d, uint64_t count, const uint64_t type) {
+#pragma GCC unroll 4
     for (uint64_t i = 0; i < count * hc_width_of(type); i += 64)
         __builtin_prefetch((const char *)hc_at(row, d, type) + i);
 }

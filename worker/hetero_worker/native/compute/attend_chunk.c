@@ -144,9 +144,9 @@ static void join_sums(const hc_state *state, const float *chunk_maximum, const f
 }
 
 /* Joins the chunk's values, by their weights, to totals of up to ROWS rows, SLAB dimensions from d on. `type`: of the
- * values, which may be copies. */
+ * values, which may be copies; `cached`: of those in the cache. */
 V_INLINE void sum_values(const hc_attend_rows *rows, uint64_t first, uint64_t count, hc_sight sight, uint64_t d,
-                         const hc_attend_work *work, const uint64_t type) {
+                         const hc_attend_work *work, const uint64_t type, const uint64_t cached) {
     uint64_t head_dim = rows->cache->head_dim, padded = hc_padded(head_dim);
     uint64_t vectors = (head_dim - d + HC_W - 1) / HC_W;
     if (sight.begin >= sight.end)
@@ -156,22 +156,28 @@ V_INLINE void sum_values(const hc_attend_rows *rows, uint64_t first, uint64_t co
     float *total = rows->state.total + first * padded;
     uint64_t num_next = first ? 0 : work->num_next; /* once for all rows is enough */
     OF_BLOCK(sum_block, count, vectors, weights, work->value_rows, type, d, sight.begin, sight.end, work->next,
-             num_next, rows->cache->type, total, padded, of_total, work->of_chunk + first)
+             num_next, cached, total, padded, of_total, work->of_chunk + first)
 }
 
 static void sum_floats(const hc_attend_rows *rows, uint64_t first, uint64_t count, hc_sight sight, uint64_t d,
                        const hc_attend_work *work) {
-    sum_values(rows, first, count, sight, d, work, HC_F32);
+    sum_values(rows, first, count, sight, d, work, HC_F32, HC_F32);
 }
 
 static void sum_f16(const hc_attend_rows *rows, uint64_t first, uint64_t count, hc_sight sight, uint64_t d,
                     const hc_attend_work *work) {
-    sum_values(rows, first, count, sight, d, work, HC_F16);
+    sum_values(rows, first, count, sight, d, work, HC_F16, HC_F16);
 }
 
 static void sum_bf16(const hc_attend_rows *rows, uint64_t first, uint64_t count, hc_sight sight, uint64_t d,
                      const hc_attend_work *work) {
-    sum_values(rows, first, count, sight, d, work, HC_BF16);
+    sum_values(rows, first, count, sight, d, work, HC_BF16, HC_BF16);
+}
+
+/* Copies of values that are cached in 16 bits, of either type. */
+static void sum_copies(const hc_attend_rows *rows, uint64_t first, uint64_t count, hc_sight sight, uint64_t d,
+                       const hc_attend_work *work) {
+    sum_values(rows, first, count, sight, d, work, HC_F32, HC_F16);
 }
 
 static uint64_t rows_from(uint64_t first, uint64_t num_rows) {
@@ -204,8 +210,10 @@ void HC_NAME(attend_chunk)(const hc_attend_rows *rows, uint64_t chunk, const hc_
         for (uint64_t row = 0; row < num_rows; row += ROWS) {
             uint64_t count = rows_from(row, num_rows);
             hc_sight sight = sight_of(rows, row, count, first_token);
-            if (copies || cache->type == HC_F32)
+            if (cache->type == HC_F32)
                 sum_floats(rows, row, count, sight, d, work);
+            else if (copies)
+                sum_copies(rows, row, count, sight, d, work);
             else if (cache->type == HC_F16)
                 sum_f16(rows, row, count, sight, d, work);
             else
