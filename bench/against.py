@@ -4,11 +4,12 @@
     python -m bench.against ../before [--rounds 5] [--workloads decode1 prefill512 batch32] [--only "hetero int8"]
 
 In each round both checkouts' groups are started, one after the other, each by its own environment; then they run each
-workload by turns (A B A B), seconds apart, so that a machine that gets slower meanwhile slows both. Short workloads are
-run several times a round. Ratios are this checkout's figure over the other's: above 1 is faster (tokens/s), or slower
-and larger (seconds, bytes). The interval is Student's, at 95 %, of the pairs' logarithms. The first start of each
-measures the machine and packs weights, later ones find that done. An entrant that does not start, such as one that the
-other checkout does not know, is left out and named. Writes bench/results/against-DATE.json.
+workload by turns (A B B A), seconds apart, so that a machine that gets slower meanwhile slows both. Which of them
+starts first alternates, too. Workloads are run several times a round. Ratios are this checkout's figure over the
+other's: above 1 is faster (tokens/s), or slower and larger (seconds, bytes). The interval is Student's, at 95 %, of
+the pairs' logarithms. The first start of each measures the machine and packs weights, later ones find that done. An
+entrant that does not start, such as one that the other checkout does not know, is left out and named. Writes
+bench/results/against-DATE.json.
 """
 
 from __future__ import annotations
@@ -42,10 +43,12 @@ from hetero_api.model_config import ModelConfig
 STUDENT: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 """Quantiles of Student's distribution at 97.5 %, by degrees of freedom from 1 on; beyond the last one, the last one."""
 
+NAMES: Final = ("other", "this")
+
 Pairs = dict[tuple[str, str], list[tuple[float, float]]]
 """(other, this) of each pair, by entrant and quantity."""
-REPEATS: Final = {"decode1": 3, "prefill512": 3}
-"""Runs of a workload in a round, of each checkout; of the others one."""
+REPEATS: Final = {"decode1": 4, "prefill512": 4}
+"""Runs of a workload in a round, of each checkout; of the others two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,30 +91,43 @@ def _ratio(entrant: str, quantity: str, values: Sequence[tuple[float, float]]) -
 
 
 def measure_round(
-    entrant: Ours, checkouts: Sequence[Path | None], setting: Setting, workloads: Mapping[str, Workload], *, first: bool
+    entrant: Ours, checkouts: Sequence[Path | None], setting: Setting, workloads: Mapping[str, Workload], *, turn: int
 ) -> Pairs:
     """Start an entrant of both checkouts, run the workloads by turns, and end them.
 
-    `checkouts`: the other one and this one. `first`: whether this is the first start. Raises RuntimeError if one does
-    not start or breaks.
+    `checkouts`: the other one and this one. `turn`: number of the round; 0 has the first start. Raises RuntimeError if
+    one does not start or breaks.
     """
     pairs: Pairs = {}
     with ExitStack() as stack:
-        both, starts = [], []
-        for name, checkout in zip(("other", "this"), checkouts, strict=True):
-            contender = entrant.open_from(checkout, setting)
+        both: dict[str, HeteroContender] = {}
+        starts: dict[str, float] = {}
+        names = _by_turns(turn)
+        for name in names:
+            both[name] = contender = entrant.open_from(checkouts[NAMES.index(name)], setting)
             contender.name = name
             stack.callback(contender.stop)
-            starts.append(contender.start())
-            both.append(contender)
-        pairs[entrant.name, "first start, s" if first else "start, s"] = [(starts[0], starts[1])]
-        for contender in both:
-            contender.run(next(iter(workloads.values())))  # warms up
-        for name, workload in workloads.items():
-            rates = [[_rate(contender, workload) for contender in both] for _ in range(REPEATS.get(name, 1))]
-            pairs[entrant.name, f"{name}, tok/s"] = [(other, this) for other, this in rates]
-        pairs[entrant.name, "peak memory, bytes"] = [(both[0].peak_bytes(), both[1].peak_bytes())]
+            starts[name] = contender.start()
+        pairs[entrant.name, "start, s" if turn else "first start, s"] = [_pair(starts)]
+        for name in names:
+            both[name].run(next(iter(workloads.values())))  # warms up
+        for title, workload in workloads.items():
+            pairs[entrant.name, f"{title}, tok/s"] = [
+                _pair({name: _rate(both[name], workload) for name in _by_turns(turn + repeat)})
+                for repeat in range(REPEATS.get(title, 2))
+            ]
+        pairs[entrant.name, "peak memory, bytes"] = [_pair({name: each.peak_bytes() for name, each in both.items()})]
     return pairs
+
+
+def _by_turns(turn: int) -> Sequence[str]:
+    """Return the checkouts in the order in which they take this turn."""
+    return NAMES[::-1] if turn % 2 else NAMES
+
+
+def _pair(values: Mapping[str, float]) -> tuple[float, float]:
+    other, this = (values[name] for name in NAMES)
+    return other, this
 
 
 def _rate(contender: HeteroContender, workload: Workload) -> float:
@@ -153,7 +169,7 @@ def main() -> int:
         for turn in range(arguments.rounds):
             for entrant in list(entrants):
                 try:
-                    found = measure_round(entrant, (other, None), setting, workloads, first=not turn)
+                    found = measure_round(entrant, (other, None), setting, workloads, turn=turn)
                 except BROKEN as error:
                     print(f"left out from round {turn + 1} on: {entrant.name}: {error}", file=sys.stderr)
                     entrants.remove(entrant)
