@@ -93,14 +93,19 @@ def trial_that(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(availability, "find_spec", lambda name: object())
 
 
+class AssemblerError(Exception):
+    """As Triton's own errors, derived from nothing more special."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, OSError, AssemblerError])
 def test_a_device_where_triton_cannot_compile_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trial_that(monkeypatch, RuntimeError("no C compiler"))
+    trial_that(monkeypatch, kind("no C compiler"))
     with caplog.at_level(logging.WARNING):
         assert (
             CudaBackend(0, pool="p").fused_ops(batch_invariant=False).name
-            == "torch (triton does not work here: no C compiler)"
+            == f"torch (triton does not work here: {kind.__name__}: no C compiler)"
         )
     assert "no C compiler" in caplog.text
 

@@ -21,7 +21,11 @@ DEVICE = torch.device("cuda", 1)
 
 
 class PlayedCuda:
-    """What torch.cuda is asked, and by whom: names of calls. As torch, it gives a pool up with the last graph in it."""
+    """What torch.cuda is asked, and by whom: names of calls.
+
+    As torch, it gives a pool up with the last graph in it, and frees the workspaces of the recording stream, which live
+    graphs use, when an empty graph goes.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -30,6 +34,8 @@ class PlayedCuda:
         self.empty: set[int] = set()
         """Numbers of graphs in which nothing is."""
         self.graphs = 0
+        self.workspaces = 0
+        """Times that the workspaces were freed."""
         self.on = "main"
 
     def graph(self) -> PlayedGraph:
@@ -60,7 +66,10 @@ class PlayedStream:
 
 class PlayedGraph:
     def __init__(self, cuda: PlayedCuda, number: int) -> None:
-        self.cuda, self.number = cuda, number
+        self.cuda, self.number, self.workspaces = cuda, number, 0
+
+    def __del__(self) -> None:
+        self.cuda.workspaces += self.number in self.cuda.empty
 
     def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
         if self.cuda.pool is None:
@@ -73,10 +82,12 @@ class PlayedGraph:
 
     def capture_end(self) -> None:
         self.cuda.calls.append(f"end {self.number}")
+        self.workspaces = self.cuda.workspaces
         if self.number in self.cuda.empty:
             warnings.warn("The CUDA Graph is empty. This usually means ...", stacklevel=1)
 
     def replay(self) -> None:
+        assert self.workspaces == self.cuda.workspaces, "its workspaces were freed with an empty graph"
         self.cuda.calls.append(f"replay {self.number} on {self.cuda.on}")
 
 
@@ -136,6 +147,14 @@ def test_a_graph_with_nothing_in_it_is_left_out(cuda: PlayedCuda) -> None:
     recorded = breaks.record(lambda: breaks.call(lambda: None))
     assert recorded.num_segments == 1
     assert not any(call.startswith("replay 2") for call in cuda.calls)
+
+
+def test_an_empty_segment_leaves_the_workspaces_to_the_others(cuda: PlayedCuda) -> None:
+    cuda.empty = {1, 3}
+    recorded = (breaks := Breaks(CudaGraphBackend(DEVICE))).record(lambda: breaks.call(lambda: None))
+    assert recorded.num_segments == 1
+    gc.collect()
+    recorded.replay()
 
 
 def test_graphs_that_go_leave_their_pool_to_later_ones(cuda: PlayedCuda) -> None:

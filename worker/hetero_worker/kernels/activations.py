@@ -55,5 +55,7 @@ def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     if rows:
         block = min(_BLOCK, triton.next_power_of_2(columns))
         grid = rows, triton.cdiv(columns, block)
-        _gated[grid](gate_up, out, gate_up.stride(0), columns=columns, activation=activation, block=block)
+        _gated[grid](
+            gate_up, out, gate_up.stride(0), columns=columns, activation=activation, block=block, enable_fp_fusion=True
+        )
     return out

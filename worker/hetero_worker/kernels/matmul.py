@@ -113,5 +113,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         depth=tile.depth,
         num_warps=4,
         num_stages=tile.stages,
+        enable_fp_fusion=True,
     )
     return out

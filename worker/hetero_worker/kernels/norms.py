@@ -59,7 +59,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows:
         block = triton.next_power_of_2(width)
-        _rms_norm[(rows,)](x, weight, out, x.stride(0), eps, width=width, block=block, num_warps=_warps(block))
+        _rms_norm[(rows,)](x, weight, out, x.stride(0), eps, width=width, block=block, **_options(block))
     return out
 
 
@@ -73,11 +73,10 @@ def add_rms_norm(residual: torch.Tensor, delta: torch.Tensor, weight: torch.Tens
     if rows:
         block = triton.next_power_of_2(width)
         strides = residual.stride(0), delta.stride(0)
-        _add_rms_norm[(rows,)](
-            residual, delta, weight, out, *strides, eps, width=width, block=block, num_warps=_warps(block)
-        )
+        _add_rms_norm[(rows,)](residual, delta, weight, out, *strides, eps, width=width, block=block, **_options(block))
     return out
 
 
-def _warps(block: int) -> int:
-    return min(max(block // _ELEMENTS_PER_WARP, 1), _MOST_WARPS)
+def _options(block: int) -> dict[str, int]:
+    """Return the launch's options; products and sums may be fused, whatever the environment says."""
+    return {"num_warps": min(max(block // _ELEMENTS_PER_WARP, 1), _MOST_WARPS), "enable_fp_fusion": True}

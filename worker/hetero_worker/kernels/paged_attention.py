@@ -291,6 +291,7 @@ def attend_decode(
         has_sinks=scoring.sinks is not None,
         num_warps=4,
         num_stages=2,
+        enable_fp_fusion=True,
     )
     if num_splits > 1:
         _combine[(num_rows, num_heads)](
@@ -306,6 +307,7 @@ def attend_decode(
             most_splits=MAX_SPLITS,
             has_sinks=scoring.sinks is not None,
             num_warps=4,
+            enable_fp_fusion=True,
         )
 
 
@@ -352,6 +354,7 @@ def attend_spans(
         has_sinks=scoring.sinks is not None,
         num_warps=4,
         num_stages=2,
+        enable_fp_fusion=True,
     )
 
 

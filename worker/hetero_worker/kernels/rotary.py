@@ -138,4 +138,5 @@ def rotate_and_write(
         over_all_heads=mean_squares is not None,
         tile_heads=tile_heads,
         block=block,
+        enable_fp_fusion=True,
     )

@@ -8,7 +8,8 @@ driver what they like meanwhile. Python's collector rests, lest it frees a tenso
 torch gives a pool up with the last graph in it, and refuses to record into it from then on. So the first graph of a
 backend is one in which nothing is, which is kept: others may come and go, and a first segment may be empty. While it is
 recorded the pool gets its memory, in one piece that later graphs cut up: else each size that is larger than those
-before would have pieces of its own.
+before would have pieces of its own. All graphs in which nothing is are kept: when torch destroys one, it frees the
+workspaces of the recording stream, which other graphs still use (pytorch#193402).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class CudaGraphBackend:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._open: torch.cuda.CUDAGraph | None = None
-        self._keeper: torch.cuda.CUDAGraph | None = None
+        self._empty: list[torch.cuda.CUDAGraph] = []
         self._place_bytes = 0
 
     def reserve(self, num_bytes: int) -> None:
@@ -58,8 +59,8 @@ class CudaGraphBackend:
         """See `GraphBackend.recording`."""
         with _collector_resting(), self.aside():
             try:
-                if self._keeper is None:
-                    self._keeper = self._make_keeper()
+                if not self._empty:
+                    self._make_keeper()
                 yield
             finally:
                 self._give_up()
@@ -74,6 +75,7 @@ class CudaGraphBackend:
         if graph is None:
             raise RuntimeError("no segment is being recorded")
         if _end_empty(graph):
+            self._empty.append(graph)
             return None
         graph.replay()  # while it was captured nothing was done
         return graph.replay
@@ -88,15 +90,14 @@ class CudaGraphBackend:
         graph.capture_begin(pool=self._pool, capture_error_mode=_ERRORS_OF)
         return graph
 
-    def _make_keeper(self) -> torch.cuda.CUDAGraph:
-        """See the module."""
+    def _make_keeper(self) -> None:
         keeper = self._open = self._begun()
         if self._place_bytes:
             place = torch.cuda.caching_allocator_alloc(self._place_bytes, self._device)
             torch.cuda.caching_allocator_delete(place)  # type: ignore[no-untyped-call]
         self._open = None
         _end_empty(keeper)
-        return keeper
+        self._empty.append(keeper)
 
     def _give_up(self) -> None:
         graph, self._open = self._open, None
