@@ -76,16 +76,18 @@ def menu_of(*, tiny: bool, quick: bool) -> Menu:
 
 
 class Bench:
-    """One run of the program."""
+    """One run of the program. `keep` gets the report after each section, so that a run that is stopped leaves it."""
 
-    def __init__(self, arguments: argparse.Namespace, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, tell: Callable[[str], None], keep: Callable[[Report], None]
+    ) -> None:
         self._device = Device.CUDA if arguments.device == "cuda" else Device.PSEUDO
         self._dtype: str = "bfloat16" if self._device is Device.CUDA else "float32"
         self._cpu_ranks: int = arguments.cpu_ranks
         self._only = frozenset(arguments.only or SECTIONS)
         self._menu = menu_of(tiny=arguments.tiny, quick=arguments.quick)
         self._ends_s: float = time.monotonic() + arguments.limit_s
-        self._tell = tell
+        self._tell, self._keep = tell, keep
         self.report = Report("no device was reached", self._device is Device.CUDA, datetime.now(UTC))
 
     def run(self) -> Report:
@@ -110,6 +112,7 @@ class Bench:
             self._tell(f"{name}: FAILED: {error}")
         for row in self.report.rows[number:]:
             self._tell("  ".join(cell for cell in row.cells() if cell))
+        self._keep(self.report)
 
     def _left_s(self) -> float:
         return self._ends_s - time.monotonic()
@@ -221,13 +224,22 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--tiny", action="store_true", help="a shape of no use but to see that the program runs")
     parser.add_argument("--results", type=Path, help="folder for the JSON file; default bench/results, of a GPU only")
     asked = parser.parse_args(arguments)
-    report = Bench(asked, lambda line: print(line, flush=True)).run()
-    print(f"\n{report.table()}")
+    bench = Bench(asked, lambda line: print(line, flush=True), lambda report: _write(report, asked.results))
+    try:
+        bench.run()
+    except KeyboardInterrupt:
+        bench.report.failures.append("the rest: stopped before its end")
+    print(f"\n{bench.report.table()}")
+    if (path := _write(bench.report, asked.results)) is not None:
+        print(f"written: {path}")
+    return 0 if bench.report.passed else 1
+
+
+def _write(report: Report, folder: Path | None) -> Path | None:
+    """Write the report; of host tensors only where a folder is named."""
     is_of_gpu = report.is_gpu and "rates" in report.details
-    folder = asked.results or (RESULTS if is_of_gpu else None)
-    if folder is not None:
-        print(f"written: {report.write(folder)}")
-    return 0 if report.passed else 1
+    folder = folder or (RESULTS if is_of_gpu else None)
+    return None if folder is None else report.write(folder)
 
 
 def _host_memory() -> int:

@@ -39,6 +39,35 @@ def test_a_tiny_shape_goes_through_every_section_on_host_tensors(tmp_path: Path)
     assert any(what.startswith("tiny in ") for what in measured)
 
 
+def check(stage: str, results: Path, *options: str, limit_s: int = 200) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHON": sys.executable, "OUT": str(results), "LIMIT_S": str(limit_s)}
+    return subprocess.run(
+        ["sh", "bench/gpu/check.sh", stage, *options],
+        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+
+
+def test_the_first_call_on_hardware_runs_the_tests_and_keeps_their_results(tmp_path: Path) -> None:
+    """All of them are skipped here, by name."""
+    done = check("tests", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" in done.stdout
+    assert (tmp_path / "tests.xml").exists()
+
+
+def test_the_second_call_is_interrupted_in_time_and_leaves_its_table(tmp_path: Path) -> None:
+    done = check("bench", tmp_path, "--device", "cpu", "--tiny", "--cpu-ranks", "1", limit_s=45)
+    assert "check.sh bench: exit status" in done.stdout, done.stderr
+    (file,) = tmp_path.glob("gpu-*.json")
+    assert json.loads(file.read_text())["device"].startswith("HOST TENSORS, no GPU")
+
+
+def test_a_stage_that_there_is_not_is_refused_with_the_usage() -> None:
+    done = run("-c", "import subprocess, sys; sys.exit(subprocess.call(['sh', 'bench/gpu/check.sh', 'all']))")
+    assert done.returncode == 2
+    assert "check.sh tests" in done.stderr
+
+
 @pytest.mark.parametrize("module", ["bench.gpu.rank", "tests.support.mixed_runners"])
 def test_its_ranks_need_no_pydantic(module: str) -> None:
     late = "import hetero_worker.process.messages, hetero_worker.probe.speeds, hetero_worker.backends.cpu"
