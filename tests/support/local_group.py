@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import psutil
 import yaml
@@ -81,8 +81,18 @@ def write_manifest(
     return GroupFile(name, path)
 
 
+def _share(home: HeteroHome, kept: HeteroHome) -> None:
+    for own, shared in ((home.measured, kept.measured), (home.packed, kept.packed)):
+        if not own.is_symlink():
+            shared.mkdir(parents=True, exist_ok=True)
+            own.symlink_to(shared)
+
+
 class LocalGroupProcess:
     """`hetero up FILE --port 0`, ready when entered. `module` may be another one with the same command line."""
+
+    kept: ClassVar[Path | None] = None
+    """Folder with what later starts may use of earlier ones, measurements and packed weights; None: nothing."""
 
     def __init__(
         self,
@@ -116,6 +126,8 @@ class LocalGroupProcess:
     def start(self) -> None:
         """Start without waiting."""
         self._home.mkdir(parents=True, exist_ok=True)
+        if self.kept is not None:
+            _share(HeteroHome(self._home), HeteroHome(self.kept))
         self._process = subprocess.Popen(
             self._argv,
             cwd=REPOSITORY,
