@@ -147,7 +147,11 @@ CHANGES: Final[Mapping[str, Change]] = {
     "engine.overlapScheduling": Change(False, GATEWAY),
     "engine.enforceEager": Change(True, GATEWAY),
     "engine.batchInvariant": Change(True, GATEWAY),
+    "engine.samplingDefaults": Change("None", GATEWAY),
     # --- gateway
+    "gateway.http.toolCallFormat": Change("Hermes", GATEWAY),
+    "gateway.http.strictFields": Change(True, GATEWAY),
+    "gateway.http.corsOrigins": Change(["https://chat.example"], GATEWAY),
     "gateway.service.type": Change(
         "NodePort", NOTHING, {"gateway.auth": {"mode": "None"}},
         more={**_CLIENT_SERVICE, "NetworkPolicy/NAME-gateway": "changed"},

@@ -90,10 +90,11 @@ def test_defaults_are_the_ones_in_the_golden_resource(client: Client, namespace:
             "engine": {
                 "maxNumSeqs": 64, "maxNumBatchedTokens": 512, "blockSize": 16, "gpuMemoryUtilization": 0.9,
                 "enablePrefixCaching": True, "overlapScheduling": True, "enforceEager": False, "batchInvariant": False,
-                "cacheLayout": "Paged", "kvCacheDtype": "auto",
+                "cacheLayout": "Paged", "kvCacheDtype": "auto", "samplingDefaults": "Model",
             },
             "gateway": {
                 "service": {"type": "ClusterIP", "port": 50051, "httpPort": 8000}, "maxQueuedRequests": 1024,
+                    "http": {"toolCallFormat": "Auto", "strictFields": False},
                 "resources": {"cpuMillis": 1000, "memory": "2Gi"}, "drainTimeoutSeconds": 60,
             },
             "recovery": {
