@@ -33,8 +33,10 @@ LENGTHS = (1, 16, 17, 117, 110, 100)
 ENGINE = {"maxNumBatchedTokens": 50, "kvCacheMemoryBytes": "750Ki", "maxNumSeqs": 8}
 """Where a rank has 4 to 6 KV heads, 20 to 31 blocks of 16: not all of these sequences fit at a time."""
 
-MIXED_VARIANTS: dict[str, dict[str, int]] = {
-    "glm4-moe": {}, "gpt-oss": {}, "minimax-m2": {}, "deepseek-v3": {"head_dim": 8}
+MIXED_VARIANTS: dict[str, dict[str, float]] = {
+    "glm4-moe": {}, "gpt-oss": {}, "minimax-m2": {}, "deepseek-v3": {"head_dim": 8}, "glm4-moe-lite": {"head_dim": 8},
+    "gemma4-moe": {}, "gemma4-readers": {"vocab_size_per_layer_input": 320}, "qwen3-next": {"initializer_range": 0.15},
+    "qwen3.5": {"initializer_range": 0.15},
 }  # fmt: skip
 """With changes of their configuration: DeepSeek-V3's head_dim is that of what is rotated."""
 
