@@ -48,6 +48,34 @@ class Mutant:
 
 MUTANTS: Final = (
     Mutant(
+        "answers: a name that is no tool's makes JSON a call",
+        "worker/hetero_gateway/engine/text/answer_parser.py",
+        'and found["name"] not in self._tools',
+        "and False",
+        ("tests/unit/engine/test_answer_parser.py",),
+    ),
+    Mutant(
+        "answers: an empty thought's white space is said",
+        "worker/hetero_gateway/engine/text/answer_parser.py",
+        "            self._state, self._skips_space = self._say, True",
+        "            self._state, self._skips_space = self._say, False",
+        ("tests/unit/engine/test_answer_parser.py",),
+    ),
+    Mutant(
+        "answers: of possible calls the last is taken",
+        "worker/hetero_gateway/engine/text/answer_parser.py",
+        "found.start() < best[0].start()",
+        "found.start() > best[0].start()",
+        ("tests/unit/engine/test_answer_parser.py",),
+    ),
+    Mutant(
+        "answers: a bracket inside a string counts",
+        "worker/hetero_gateway/engine/text/call_arguments.py",
+        "        if self._in_text:\n            self._in_text",
+        "        if False:\n            self._in_text",
+        ("tests/unit/engine/test_answer_parser.py",),
+    ),
+    Mutant(
         "exchange: the third rank's contribution is dropped",
         "worker/hetero_worker/distributed/native_exchange.c",
         "for (uint64_t term = 2; term < num_terms; term++) {\n            const float *next",
