@@ -120,16 +120,22 @@ DeepSeek-V3 does not fit a GPU of 24 GB.
 
 ## Example models on example machines
 
-Attention, its cache, shared experts and the vocabulary on the GPU, all routed experts on CPU ranks, a rank a socket:
-tokens/s, and the memory that the GPU needs. Beside it CPU ranks alone, for decode of one stream and a prompt of 2k. The
-best placement is often between these, with some experts on the GPU; `hetero plan` finds it.
+Attention, its cache, shared experts and the vocabulary on the GPU, all routed experts on CPU ranks, a rank a socket,
+each with as many columns of every expert: tokens/s, and the memory that the GPU needs. Beside it CPU ranks alone, for
+decode of one stream and a prompt of 2k. The best placement is often between these, with some experts on the GPU;
+`hetero plan` finds it.
+
+Ranks with whole experts wait for the one that has most of those that a token chose: of 8 experts over two sockets the
+busier has five on average. Ranks with columns of every expert never wait, but compute more and smaller pieces.
+`hetero plan` compares both for the workload of the manifest, unless `placement.experts` chooses.
 """
 _PUBLISHED: Final = """
 ## Published figures beside predictions
 
 Predicted is attention on the GPU and all experts on CPU ranks, a rank a socket; the GPU keeps the published widths, too
-(8 bits for FP8), and CPU ranks get all 2,048 rows of a step at once, as these systems do both. Without a GPU all parts
-lie on the CPU. Figures are tokens/s. The first line is the one that `expertShare` was chosen by; it proves nothing.
+(8 bits for FP8), and CPU ranks get all 2,048 rows of a step at once, and columns of every expert, as these systems do.
+Without a GPU all parts lie on the CPU. Figures are tokens/s. The first line is the one that `expertShare` was chosen
+by; it proves nothing.
 """
 _MISSES: Final = """
 What differs by more than 30 % has its reasons:
@@ -225,12 +231,12 @@ def _example(model: str, machine: str) -> Iterator[str]:
 
 
 def _experts_on_cpu(config: ModelConfig, hardware: Hardware, *, has_gpu: bool) -> ShardPlan:
-    """Return the plan with experts on CPU ranks, and everything else on the GPU, or on CPU ranks, too."""
+    """Return the plan with slices of experts on CPU ranks, and everything else on the GPU, or on CPU ranks, too."""
     on_gpu = [float(rank.kind is PoolType.GPU) for rank in hardware.ranks]
     on_cpu = [1 - share for share in on_gpu]
     holders = on_gpu if has_gpu else on_cpu
     shares = PlacementShares(attention=holders, mlp=on_cpu, vocabulary=holders)
-    return deal_within_layers(config, cores=[1] * len(hardware.ranks), shares=shares)
+    return deal_within_layers(config, cores=[1] * len(hardware.ranks), shares=shares, in_slices=True)
 
 
 def _number(value: float) -> str:

@@ -126,6 +126,13 @@ class KeptWeights:
         matrices = self._kept(self.stored.of_experts.layers)
         return 2 * width * matrices.row_bytes(hidden) + hidden * matrices.row_bytes(width)
 
+    def expert_slice_bytes(self, columns: int, *, config: ModelConfig) -> int:
+        """Return the most bytes of so many columns of an expert that is dealt in slices."""
+        matrices, hidden, unit = self._kept(self.stored.of_experts.layers), config.hidden_size, config.expert_unit
+        beside = hidden * matrices.row_bytes_beside(config.expert_columns, unit=unit)
+        down = ceil(columns * matrices.column_bytes(hidden, unit=unit))
+        return 2 * columns * matrices.row_bytes(hidden) + down + beside
+
     def layer_bytes(self, config: ModelConfig) -> int:
         """Return the bytes of a layer, whatever is owned of it: beside columns of o and down, and what compresses."""
         hidden, units = config.hidden_size, {config.of_layer(i).output_unit for i in range(config.num_layers)}

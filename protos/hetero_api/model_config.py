@@ -34,7 +34,7 @@ from hetero_api.model_parts import (
     RowOrder,
     SlidingAttention,
 )
-from hetero_api.weight_format import FLOAT_WEIGHTS, StoredWeights
+from hetero_api.weight_format import COLUMN_UNIT, FLOAT_WEIGHTS, StoredWeights
 
 __all__ = ["CONFIG_FILE", "SUPPORTED_ARCHITECTURES", "ModelConfig", "RopeConfig", "model_fingerprint"]
 
@@ -200,6 +200,20 @@ class ModelConfig:
     def num_experts(self) -> int:
         """Experts of a layer that has them; 0: every layer is dense."""
         return self.experts.number if self.experts is not None else 0
+
+    @property
+    def expert_columns(self) -> int:
+        """Columns of one expert; 0 where there are none."""
+        return self.experts.intermediate_size if self.experts is not None else 0
+
+    @property
+    def expert_unit(self) -> int:
+        """Columns of an expert that stay together where experts are dealt in slices; the last ones may be fewer.
+
+        No slice cuts a group that is quantised at load, so that weights are the same numbers in every placement.
+        """
+        made = self.weights.of_experts.at_load.layers
+        return COLUMN_UNIT if made is None else math.lcm(COLUMN_UNIT, made.group or COLUMN_UNIT)
 
     @property
     def expert_layers(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from typing import Final
 
 from hetero_api.kept_weights import FLOAT_BYTES, KeptWeights
 from hetero_api.model_config import ModelConfig
-from hetero_api.sharding import RankShard
+from hetero_api.sharding import LayerShard, RankShard
 
 RUNTIME_BYTES: Final = 384 * 1024**2
 """Bytes of a rank on host cores: interpreter, torch and its thread pools, gRPC. 240 MiB measured after import, plus
@@ -168,6 +168,14 @@ class ModelMemory:
         biases = (2 * experts.intermediate_size + hidden) * self.element_bytes if experts.biased else 0
         return self.kept.expert_bytes(hidden=hidden, width=experts.intermediate_size) + biases
 
+    def experts_weights(self, layer: LayerShard) -> int:
+        """Return the bytes of the experts that a rank holds of a layer, whole or in slices."""
+        experts, columns = self.config.experts, layer.expert_columns.size
+        if experts is None or not columns:
+            return layer.experts.size * self.expert_weights
+        biases = (2 * columns + self.config.hidden_size) * self.element_bytes if experts.biased else 0
+        return layer.experts.size * (self.kept.expert_slice_bytes(columns, config=self.config) + biases)
+
     @property
     def row_weights(self) -> int:
         """Return the bytes of one vocabulary row of the embedding, or of the output head."""
@@ -252,7 +260,7 @@ class ModelMemory:
             attention=attention + compressing,
             dense=(columns - shared) * self.column_weights,
             shared=shared * self.column_weights + len(gated) * self.shared_gate_weights,
-            experts=sum(layer.experts.size for layer in layers) * self.expert_weights,
+            experts=sum(map(self.experts_weights, layers)),
             vocabulary=rows * self.row_weights + shard.embedding_rows.size * self.layer_inputs_row,
             other=self.common_weights + norms + routers + bool(shard.kv_heads_total) * self.layer_inputs_weights,
         )

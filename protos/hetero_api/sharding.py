@@ -10,7 +10,8 @@ Which ranks work on a layer follows from what they own of it, and so does the pi
 stage that own KV heads *hold* the residual stream there; those that own MLP columns or experts only *help*: a leader
 among the holders lends them each layer's hidden states and takes their partial sums.
 
-Experts of a layer are dealt in an order of their own (`expert_orders`), so that any expert can be any rank's.
+Experts of a layer are dealt in an order of their own (`expert_orders`), so that any expert can be any rank's. The last
+ones of the order may be dealt in *slices*: several ranks hold the same experts, each some columns of every one.
 """
 
 from __future__ import annotations
@@ -51,11 +52,13 @@ class LayerShard:
     In a layer of the gated delta rule, KV heads stand for the heads of that rule that are dealt with them.
 
     `experts` are positions in the layer's expert order; `ShardPlan.experts_of` returns which experts these are.
+    `expert_columns` are the columns that the rank owns of each of them; if they are empty, its experts are whole.
     """
 
     kv_heads: UnitRange
     mlp_columns: UnitRange
     experts: UnitRange = NO_UNITS
+    expert_columns: UnitRange = NO_UNITS
 
     @property
     def is_empty(self) -> bool:
@@ -136,12 +139,19 @@ class ShardPlan:
         return tuple(r for r, shard in enumerate(self.ranks) if shard.layers[layer].mlp_columns.size)
 
     def expert_owners(self, layer: int) -> tuple[int, ...]:
-        """Ranks that hold experts of the layer, ascending; none for a dense one."""
+        """Ranks that hold experts of the layer, or slices of some, ascending; none for a dense one."""
         return tuple(r for r, shard in enumerate(self.ranks) if shard.layers[layer].experts.size)
 
     def experts_of(self, rank: int, layer: int) -> tuple[int, ...]:
-        """Numbers of the experts of a layer that a rank holds, in the order of their positions."""
-        positions = self.ranks[rank].layers[layer].experts
+        """Numbers of the experts of a layer that a rank holds, whole or in part, in the order of their positions."""
+        return self._experts_at(self.ranks[rank].layers[layer].experts, layer)
+
+    def sliced_experts(self, layer: int) -> tuple[int, ...]:
+        """Numbers of the experts of a layer that are dealt in slices, in the order of their positions."""
+        slices = (shard.layers[layer] for shard in self.ranks if shard.layers[layer].expert_columns.size)
+        return self._experts_at(next((part.experts for part in slices), NO_UNITS), layer)
+
+    def _experts_at(self, positions: UnitRange, layer: int) -> tuple[int, ...]:
         order = self.expert_orders[layer] if self.expert_orders else ()
         return order[positions.begin : positions.end] if order else tuple(range(positions.begin, positions.end))
 
@@ -183,14 +193,15 @@ class ShardPlan:
         mlp_columns: int,
         vocab_size: int,
         num_experts: int = 0,
+        expert_columns: int = 0,
         shared_columns: int = 0,
         expert_layers: Collection[int] = (),
         wide_layers: Mapping[int, int] | None = None,
     ) -> None:
         """Raise PlanError unless every unit of the model is owned exactly once.
 
-        `expert_layers` have `num_experts` experts and `shared_columns` MLP columns each, the others are dense and have
-        `mlp_columns`, unless `wide_layers` states their number.
+        `expert_layers` have `num_experts` experts of `expert_columns` columns and `shared_columns` MLP columns each,
+        the others are dense and have `mlp_columns`, unless `wide_layers` states their number.
         """
         if not self.ranks:
             raise PlanError("a shard plan needs at least one rank")
@@ -200,12 +211,12 @@ class ShardPlan:
             shards = [shard.layers[layer] for shard in self.ranks]
             dense = (wide_layers or {}).get(layer, mlp_columns)
             columns, experts = (shared_columns, num_experts) if layer in expert_layers else (dense, 0)
-            _check_cover(f"layer {layer} KV heads", (s.kv_heads for s in shards), num_kv_heads)
-            _check_cover(f"layer {layer} MLP columns", (s.mlp_columns for s in shards), columns)
-            _check_cover(f"layer {layer} experts", (s.experts for s in shards), experts)
+            _check_cover(f"layer {layer} KV heads", enumerate(s.kv_heads for s in shards), num_kv_heads)
+            _check_cover(f"layer {layer} MLP columns", enumerate(s.mlp_columns for s in shards), columns)
+            _check_experts(f"layer {layer} expert", shards, number=experts, columns=expert_columns)
         self._check_expert_orders(num_layers, num_experts, expert_layers)
-        _check_cover("embedding rows", (shard.embedding_rows for shard in self.ranks), vocab_size)
-        _check_cover("output head rows", (shard.head_rows for shard in self.ranks), vocab_size)
+        _check_cover("embedding rows", enumerate(shard.embedding_rows for shard in self.ranks), vocab_size)
+        _check_cover("output head rows", enumerate(shard.head_rows for shard in self.ranks), vocab_size)
 
     def validate_for(self, config: ModelConfig) -> None:
         """`validate` with a model's numbers, and raise PlanError if a layer cannot read another's keys and values."""
@@ -215,6 +226,7 @@ class ShardPlan:
             mlp_columns=config.intermediate_size,
             vocab_size=config.vocab_size,
             num_experts=config.num_experts,
+            expert_columns=config.expert_columns,
             shared_columns=config.shared_columns,
             expert_layers=config.expert_layers,
             wide_layers=config.dense_columns,
@@ -263,9 +275,25 @@ def ranges_of_counts(counts: Sequence[int]) -> tuple[UnitRange, ...]:
     return tuple(ranges)
 
 
-def _check_cover(what: str, ranges: Iterable[UnitRange], total: int) -> None:
+def _check_experts(what: str, shards: Sequence[LayerShard], *, number: int, columns: int) -> None:
+    """Raise PlanError unless each expert is one rank's, and those behind them are in slices that make them whole."""
+    sliced = {rank: shard for rank, shard in enumerate(shards) if shard.expert_columns.size}
+    positions = {shard.experts for shard in sliced.values()} or {UnitRange(number, number)}
+    (begin, end), *others = positions
+    if others or end != number or (sliced and begin == end):
+        raise PlanError(
+            f"{what} columns: of experts {sorted(map(tuple, positions))}, expected one range up to {number}"
+        )
+    whole = ((rank, shard.experts) for rank, shard in enumerate(shards) if rank not in sliced)
+    _check_cover(f"{what}s", whole, begin)
+    if sliced:
+        _check_cover(f"{what} columns", ((rank, shard.expert_columns) for rank, shard in sliced.items()), columns)
+
+
+def _check_cover(what: str, ranges: Iterable[tuple[int, UnitRange]], total: int) -> None:
+    """Raise PlanError unless the ranges of these ranks follow one another and are `total` together."""
     expected = 0
-    for rank, unit_range in enumerate(ranges):
+    for rank, unit_range in ranges:
         if unit_range.begin != expected or unit_range.end < unit_range.begin:
             raise PlanError(f"{what}: rank {rank} owns {tuple(unit_range)}, expected it to begin at {expected}")
         expected = unit_range.end
@@ -273,7 +301,7 @@ def _check_cover(what: str, ranges: Iterable[UnitRange], total: int) -> None:
         raise PlanError(f"{what}: {expected} of {total} are owned")
 
 
-_LAYER_RANGES: Final = ("kv_heads", "mlp_columns", "experts")
+_LAYER_RANGES: Final = ("kv_heads", "mlp_columns", "experts", "expert_columns")
 _ROW_RANGES: Final = ("embedding_rows", "head_rows")
 
 

@@ -132,6 +132,14 @@ class PlacementMode(SpecEnum):
     GPU_ONLY = "GpuOnly"
 
 
+class ExpertDeal(SpecEnum):
+    """Way to deal a layer's experts to ranks."""
+
+    AUTO = "Auto"
+    WHOLE = "Whole"
+    SLICES = "Slices"
+
+
 class PlacementSpec(SpecModel):
     """How the model is spread over the ranks."""
 
@@ -145,6 +153,11 @@ class PlacementSpec(SpecModel):
     """
     workload: WorkloadSpec = WorkloadSpec()
     """Load that mode and shares are chosen for, where they are computed."""
+    experts: Annotated[ExpertDeal, spelled(ExpertDeal)] = ExpertDeal.AUTO
+    """How experts are dealt where a layer is split over ranks. Whole: each is one rank's, and ranks wait for the one
+    whose experts a token chose most. Slices: every rank has some columns of each, so that all have the same to do, in
+    more and smaller pieces. Auto: what is predicted to be fastest, also whole on GPU ranks and in slices on CPU ranks.
+    """
     rebalance_experts: bool = True
     """While nothing is served, move experts that were often chosen to the ranks that are fastest with them."""
 

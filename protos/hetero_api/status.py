@@ -115,6 +115,8 @@ class ShareStatus(_Status):
     """MLP columns, the most over its layers."""
     experts: Annotated[int, Field(ge=0)] = 0
     """Experts, the most over its layers."""
+    expert_columns: Annotated[int, Field(ge=0)] = 0
+    """Columns of each of these experts, where they are dealt in slices; 0: they are whole."""
     vocabulary_rows: Annotated[int, Field(ge=0)] = 0
     """Rows of the vocabulary."""
     weight_bytes: Annotated[int, Field(ge=0)] = 0

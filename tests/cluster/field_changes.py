@@ -133,6 +133,7 @@ CHANGES: Final[Mapping[str, Change]] = {
     "placement.workload.promptTokens": Change(64, GATEWAY),
     "placement.workload.outputTokens": Change(64, GATEWAY),
     "placement.workload.concurrency": Change(4, GATEWAY),
+    "placement.experts": Change("Slices", GATEWAY),
     "placement.rebalanceExperts": Change(False, GATEWAY),
     "exchange.kind": Change("Gloo", GATEWAY),
     "exchange.hostPath": Change("/dev/shm", RANKS, shows='"hostPath": {"path": "/dev/shm", "type": "Directory"}'),

@@ -83,7 +83,7 @@ def test_defaults_are_the_ones_in_the_golden_resource(client: Client, namespace:
             ],
             "topology": {"colocate": "None"},
             "placement": {
-                "mode": "Auto", "shares": {}, "rebalanceExperts": True,
+                "mode": "Auto", "shares": {}, "experts": "Auto", "rebalanceExperts": True,
                 "workload": {"promptTokens": 512, "outputTokens": 128, "concurrency": 1},
             },
             "exchange": {"kind": "Auto"},

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hetero_api.sharding import UnitRange
 from hetero_client import AdminClient, HeteroClient, SamplingParams
 from hetero_client.errors import WrongStateError
 from tests.support.local_group import LocalGroupProcess, write_manifest
@@ -53,7 +54,7 @@ def generate(client: HeteroClient) -> tuple[int, ...]:
 def test_experts_that_are_wanted_are_spread_and_stay_spread(tmp_path: Path) -> None:
     model = save_lopsided_model(tmp_path / "model")
     reference = Reference.from_directory(model)
-    manifest = write_manifest(tmp_path, model=model, shares=HALVES, max_model_len=None)
+    manifest = write_manifest(tmp_path, model=model, shares=HALVES, experts="Whole", max_model_len=None)
     with LocalGroupProcess(manifest, home=tmp_path / "home") as group, group.client() as client, group.admin() as admin:
         assert reference.disagreements(PROMPT, generate(client)) == []
         before = {rank.rank: rank.weight_bytes for rank in admin.topology().ranks}
@@ -72,6 +73,29 @@ def test_experts_that_are_wanted_are_spread_and_stay_spread(tmp_path: Path) -> N
         assert again.counted_tokens > 0
         assert again.moved_experts == 0, "the next epoch went on with the experts as they had been placed"
         assert admin.topology().ranks[1].load_s == 0, "the other rank kept its weights, those that moved too"
+
+
+def test_slices_of_experts_are_the_same_work_for_all_and_survive_a_rank(tmp_path: Path) -> None:
+    """The workload is a request at a time, for which the solver chooses slices by itself."""
+    model = save_lopsided_model(tmp_path / "model")
+    reference = Reference.from_directory(model)
+    manifest = write_manifest(tmp_path, model=model, max_model_len=None)
+    with LocalGroupProcess(manifest, home=tmp_path / "home") as group, group.client() as client, group.admin() as admin:
+        first, second = admin.topology().ranks
+        columns = [rank.expert_columns for rank in (first, second)]
+        assert [part.size for part in columns if part is not None] == [4096, 4096]
+        assert first.experts == second.experts == UnitRange(0, 6)
+        placement = admin.topology().placement
+        assert placement is not None
+        assert "experts in slices" in placement.reason
+        assert reference.disagreements(PROMPT, generate(client)) == []
+        assert admin.place_experts().moved_experts == 0, "all ranks do the same already"
+
+        lose_a_rank(group, admin)
+        assert reference.disagreements(PROMPT, generate(client)) == []
+        again = admin.topology().ranks
+        assert [rank.expert_columns for rank in again] == columns
+        assert again[1].load_s == 0, "the other rank kept its slices"
 
 
 def lose_a_rank(group: LocalGroupProcess, admin: AdminClient) -> None:

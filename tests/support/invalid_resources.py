@@ -589,7 +589,8 @@ _EVERYTHING: Final[Document] = {
         "topology": {"colocate": "None"},
         "placement": {
             "mode": "Tensor", "shares": {"attention": [1, 1, 1, 1, 0, 0], "mlp": [8, 8, 8, 8, 0.5, 1]},
-            "workload": {"promptTokens": 4000, "outputTokens": 1, "concurrency": 64}, "rebalanceExperts": False,
+            "workload": {"promptTokens": 4000, "outputTokens": 1, "concurrency": 64},
+            "experts": "Whole", "rebalanceExperts": False,
         },
         "exchange": {"kind": "SharedMemory", "hostPath": "/dev/shm/hetero"},
         "engine": {

@@ -48,6 +48,7 @@ def write_manifest(
     cores: int = 1,
     mode: str = "Tensor",
     shares: Mapping[str, list[int]] | None = None,
+    experts: str = "Auto",
     engine: Mapping[str, Any] | None = None,
     memory: str = "2Gi",
     max_model_len: int | None = 2048,
@@ -64,7 +65,7 @@ def write_manifest(
     spec: dict[str, Any] = {
         "model": {"uri": f"file://{model}", "dtype": "float32"},
         "pools": [pool],
-        "placement": {"mode": mode, "shares": dict(shares or {})},
+        "placement": {"mode": mode, "shares": dict(shares or {}), "experts": experts},
         "engine": dict(engine or {}),
         "recovery": dict(recovery or {}),
     }

@@ -78,6 +78,7 @@ placement:
     mlp: [8, 8, 8, 8, 1, 1]
     vocabulary: [1, 1, 1, 1, 0, 0]
   workload: {promptTokens: 2048, outputTokens: 256, concurrency: 16}
+  experts: Slices
   rebalanceExperts: false
 exchange: {kind: Gloo}
 engine:

@@ -80,6 +80,7 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
     "placement.workload.promptTokens": {"placement.workload.promptTokens": 1024},
     "placement.workload.outputTokens": {"placement.workload.outputTokens": 512},
     "placement.workload.concurrency": {"placement.workload.concurrency": 32},
+    "placement.experts": {"placement.experts": "Auto"},
     "placement.rebalanceExperts": {"placement.rebalanceExperts": True},
     "exchange.kind": {"exchange.kind": "Auto"},
     "exchange.hostPath": {"exchange.hostPath": "/dev/shm"},

@@ -32,8 +32,8 @@ _RECEIVE_BOUND: Final = "grpc.max_receive_message_length"
 class RankView:
     """One rank as the gateway sees it.
 
-    `kv_heads`, `mlp_columns` and `experts` are the ranges that it owns in every layer; None while the group has not
-    formed, or when the layers differ.
+    `kv_heads`, `mlp_columns`, `experts` and `expert_columns` are the ranges that it owns in every layer; None while the
+    group has not formed, or when the layers differ. Without `expert_columns` its experts are whole.
     """
 
     rank: int
@@ -59,6 +59,8 @@ class RankView:
     """GPU memory reserved for graphs; 0: the rank records none."""
     weight_formats: tuple[str, ...] = ()
     """Formats of its weights as they are stored and as it keeps them, with the loss."""
+    expert_columns: UnitRange | None = None
+    """Columns of each of its experts, where these are dealt in slices."""
     weight_notes: tuple[str, ...] = ()
     """Notes on the checkpoint's weights, e.g. which parts of it are not served."""
 
@@ -297,6 +299,7 @@ def _rank(message: admin_pb2.RankStatus) -> RankView:
         kv_heads=kv_heads,
         mlp_columns=mlp_columns,
         experts=experts,
+        expert_columns=_common(layers, "expert_columns"),
         embedding_rows=_range(message.shard.embedding_rows) if layers else None,
         head_rows=_range(message.shard.head_rows) if layers else None,
         layered=bool(layers) and None in (kv_heads, mlp_columns, experts),

@@ -1,11 +1,13 @@
 """How long a step takes under a plan: the arithmetic that placements are compared by.
 
 A layer has two halves, and after each its ranks meet; so a half takes as long as its slowest rank, plus a round among
-the ranks that hold the residual stream, and what a rank saves in one half does not make up for the other. Ranks that
-own MLP columns or experts only are lent the hidden states by the leader, slice by slice: the MLP half takes the longer
-of the leader's own part and the helpers' way there, computation and way back. Stages of a pipeline take turns, or, if a
-step is cut into micro-batches, follow each other. After the last layer come the output head, on all ranks that have
-rows of it, and a round of the whole group that decides the tokens.
+the ranks that hold the residual stream, and what a rank saves in one half does not make up for the other. Every expert
+is as likely to be chosen as any other. So of ranks with whole experts one has more to do in a layer than the others, by
+chance; ranks with slices of all experts have the same. Ranks that own MLP columns or experts only are lent the hidden
+states by the leader, piece by piece: the MLP half takes the longer of the leader's own part and the helpers' way there,
+computation and way back. Stages of a pipeline take turns, or, if a step is cut into micro-batches, follow each other.
+After the last layer come the output head, on all ranks that have rows of it, and a round of the whole group that
+decides the tokens.
 
 Pure arithmetic; a step of 80 layers on 2 ranks costs well under a millisecond, of 64 ranks some.
 """
@@ -26,12 +28,17 @@ from hetero_api.spec import WorkloadSpec
 from hetero_api.weight_format import FLOAT_WEIGHTS
 from hetero_placement.decision import Bounds, Prediction
 from hetero_placement.hardware import Hardware, RankHardware, Speeds
-from hetero_placement.part_costs import ExchangeCosts, PartCosts, element_bytes
-from hetero_placement.shard_plans import UNIT, shard_of_layers
+from hetero_placement.part_costs import ExchangeCosts, PartCosts, PartTime, active_share, element_bytes, expected_most
+from hetero_placement.shard_plans import UNIT, LayerKind, PlanView, shard_of_layers
 from hetero_placement.steps import Load, Repeated, Step, WorkloadSteps, decode_step, micro_batches
 
 SLICE_ROWS: Final = 128
 """Rows of hidden states that travel to a helper at a time."""
+_PIECE_S: Final = 1e-6
+_GPU_PIECE_S: Final = 4e-5
+"""Seconds that an expert at work takes however little a rank holds of it: on host cores, and by kernels of its own."""
+_ADDED_BYTES: Final = 8
+"""Bytes moved for an element of an expert's output: float32, written and read again."""
 _DRAW_BYTES: Final = 16
 """Bytes that a rank sends for a draw: score and token."""
 
@@ -125,28 +132,88 @@ class CostModel:
         return slowest + self.exchange.among(holders, self.hidden_bytes(step.rows))
 
     def wide_half_s(
-        self, holders: Sequence[int], units: Sequence[float], step: Step, *, experts: bool, overlapped: bool = False
+        self, holders: Sequence[int], units: Sequence[float], step: Step, *, overlapped: bool = False
     ) -> float:
-        """Return the seconds of the other half: experts, or MLP columns in units of 64."""
+        """Return the seconds of the other half of a dense layer; `units` are 64 MLP columns, in rank order."""
         lends = any(count and rank not in holders for rank, count in enumerate(units))
-        place = WidePlace(holders, lends=lends, experts=experts, overlapped=overlapped)
+        place = WidePlace(holders, lends=lends, experts=False, overlapped=overlapped)
         times = (self.wide_part_s(rank, count, step, place) for rank, count in enumerate(units) if count)
         return max(times, default=0.0) + self.exchange.among(holders, self.hidden_bytes(step.rows))
 
-    def wide_part_s(self, rank: int, units: float, step: Step, place: WidePlace) -> float:
-        """One rank's time of the other half, round excluded; a helper's with its ways from and to the leader."""
-        if not units:
-            return 0.0
+    def experts_half_s(
+        self,
+        holders: Sequence[int],
+        numbers: Sequence[int],
+        columns: Sequence[int],
+        step: Step,
+        *,
+        overlapped: bool = False,
+    ) -> float:
+        """Return the expected seconds of the other half of a layer with experts, each chosen as often as any other.
+
+        In rank order, `numbers` are of experts and `columns` those of each, where they are slices; 0: they are whole.
+        """
+        owners = {rank: number for rank, number in enumerate(numbers) if number}
+        lends = any(rank not in holders for rank in owners)
+        place = WidePlace(holders, lends=lends, experts=True, overlapped=overlapped)
+        share, total = active_share(self._chosen, step.rows), self.config.num_experts
+        spread = math.sqrt(share * (1 - share) * total / max(1, total - 1))
+        means, deviations = [], {}
+        for rank, number in owners.items():
+            part = columns[rank] / self.config.expert_columns if columns[rank] else 1.0
+            sliced = number if columns[rank] else 0
+            means.append(self.wide_part_s(rank, number * part, step, place, sliced=sliced))
+            deviations[rank] = spread * part * self._wide_cost(rank, step.rows, place).unit_s / share
+
+        def common(a: int, b: int) -> float:
+            """Return the experts that both ranks hold, beyond those that they would have in common by chance."""
+            is_same = a == b or bool(columns[a] and columns[b])
+            return numbers[a] * is_same - numbers[a] * numbers[b] / total
+
+        covariances = [[deviations[a] * deviations[b] * common(a, b) for b in owners] for a in owners]
+        return expected_most(means, covariances) + self.exchange.among(holders, self.hidden_bytes(step.rows))
+
+    @property
+    def _chosen(self) -> float:
+        """Share of the experts that a row chooses."""
+        experts = self.config.experts
+        return experts.per_token / experts.number if experts is not None else 0.0
+
+    def _wide_cost(self, rank: int, rows: float, place: WidePlace) -> PartTime:
         costs = self.ranks[rank]
         if not place.lends and rank in place.holders:
             costs = self.costs(rank, place.holders, overlapped=place.overlapped)
-        cost_of = costs.experts if place.experts else costs.mlp
+        return costs.experts(rows) if place.experts else costs.mlp(rows)
+
+    def _slices_s(self, rank: int, units: float, rows: float, sliced: int) -> float:
+        """Return the seconds that slices of so many experts take more than as many columns of fewer experts.
+
+        More experts are at work on the rank, and what all of them make is added up, however narrow they are.
+        """
+        if not sliced:
+            return 0.0
+        device, added = self._at(rank), rows * self._chosen * sliced * self.config.hidden_size * _ADDED_BYTES
+        piece_s = _GPU_PIECE_S if device.is_gpu else _PIECE_S
+        pieces_s = piece_s * sliced * active_share(self._chosen, rows)
+        return (1 - units / sliced) * (pieces_s + added / device.speeds.memory_bandwidth)
+
+    def wide_part_s(self, rank: int, units: float, step: Step, place: WidePlace, *, sliced: int = 0) -> float:
+        """One rank's time of the other half, round excluded; a helper's with its ways from and to the leader.
+
+        `sliced`: number of experts that the units are slices of; 0: they are whole, or MLP columns.
+        """
+        if not units:
+            return 0.0
+
+        def part_s(rows: float) -> float:
+            return self._wide_cost(rank, rows, place).of(units) + self._slices_s(rank, units, rows, sliced)
+
         leader = place.holders[0]
         if rank in place.holders and not (place.lends and rank == leader):
-            return cost_of(step.rows).of(units)
+            return part_s(step.rows)
         number = max(1, math.ceil(step.rows / self._slice_rows))
         rows = step.rows / number
-        own = cost_of(rows).of(units)
+        own = part_s(rows)
         if rank == leader:
             return number * own
         num_bytes = self.hidden_bytes(rows)
@@ -202,16 +269,15 @@ class CostModel:
         config, hidden = self.config, self.config.hidden_size
         heads = [kept.layer_head_bytes(config, i) for i in range(config.num_layers)]
         column = kept.column_bytes(hidden=hidden)
-        width = config.experts.intermediate_size if config.experts is not None else 0
-        expert = kept.expert_bytes(hidden=hidden, width=width)
+        expert = kept.expert_bytes(hidden=hidden, width=config.expert_columns)
         layers = Counter(
-            (s.kv_heads.size * head, s.mlp_columns.size, s.experts.size)
+            (s.kv_heads.size * head, s.mlp_columns.size, s.experts.size, s.expert_columns.size)
             for s, head in zip(shard.layers, heads, strict=True)
         )
-        total = sum(
-            times * (attention + columns * column + experts * expert)
-            for (attention, columns, experts), times in layers.items()
-        )
+        total = 0.0
+        for (attention, columns, experts, sliced), times in layers.items():
+            each = kept.expert_slice_bytes(sliced, config=config) if sliced else expert
+            total += times * (attention + columns * column + experts * each)
         rows = shard.head_rows.size + (0 if config.tie_word_embeddings else shard.embedding_rows.size)
         inputs = kept.vocabulary.row_bytes(config.layer_inputs_width) if config.layer_input_size else 0
         return int(total) + rows * kept.vocabulary.row_bytes(hidden) + shard.embedding_rows.size * inputs
@@ -239,8 +305,8 @@ class CostModel:
         attention = self.attention_half_s(kind.heads, step, kind.window, overlapped=overlapped)
         columns = [count / UNIT for count in kind.columns]
         if not any(kind.experts):
-            return attention + self.wide_half_s(holders, columns, step, experts=False, overlapped=overlapped)
-        experts = self.wide_half_s(holders, kind.experts, step, experts=True, overlapped=overlapped)
+            return attention + self.wide_half_s(holders, columns, step, overlapped=overlapped)
+        experts = self.experts_half_s(holders, kind.experts, kind.expert_columns, step, overlapped=overlapped)
         return attention + experts + self._shared_s(holders, columns, step, overlapped=overlapped)
 
     def _shared_s(self, holders: Sequence[int], columns: Sequence[float], step: Step, *, overlapped: bool) -> float:
@@ -275,44 +341,3 @@ class CostModel:
 
     def _all_s(self, view: PlanView, steps: Sequence[Repeated]) -> float:
         return sum(times * self._step_s(view, step) for step, times in steps)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerKind:
-    """Units of each rank, in rank order, and the layer's window."""
-
-    heads: tuple[int, ...]
-    columns: tuple[int, ...]
-    experts: tuple[int, ...]
-    window: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class PlanView:
-    """Parts of a plan that its cost depends on."""
-
-    stages: tuple[Stage, ...]
-    kinds: tuple[Mapping[LayerKind, int], ...]
-    """Number of layers of each kind, by stage."""
-    embedding_owners: tuple[int, ...]
-    head_rows: tuple[int, ...]
-    """Rows of the output head, in rank order."""
-
-    @classmethod
-    def of(cls, plan: ShardPlan, windows: tuple[int | None, ...]) -> PlanView:
-        """Read a plan. Raises PlanError when nobody has a layer's attention."""
-        stages = plan.stages()
-        kinds = tuple(Counter(_kind(plan, i, windows[i]) for i in range(stage.begin, stage.end)) for stage in stages)
-        return cls(stages, kinds, plan.embedding_owners(), tuple(shard.head_rows.size for shard in plan.ranks))
-
-    @property
-    def head_owners(self) -> tuple[int, ...]:
-        """Ranks with rows of the output head."""
-        return tuple(rank for rank, rows in enumerate(self.head_rows) if rows)
-
-
-def _kind(plan: ShardPlan, layer: int, window: int | None) -> LayerKind:
-    shards = [shard.layers[layer] for shard in plan.ranks]
-    sizes = ((shard.kv_heads.size, shard.mlp_columns.size, shard.experts.size) for shard in shards)
-    heads, columns, experts = zip(*sizes, strict=True)
-    return LayerKind(heads, columns, experts, window)

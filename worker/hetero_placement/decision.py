@@ -50,6 +50,8 @@ class Option:
     """Why it cannot be had, or may not be chosen; empty if it may."""
     weight_shares: tuple[float, ...] = ()
     """Each rank's part of the weights' bytes; () where there is no plan."""
+    note: str = ""
+    """Comparison with other layouts of its experts, for a person."""
 
     @property
     def made(self) -> ShardPlan:

@@ -3,7 +3,8 @@
 A decode step waits, layer by layer, for the rank that takes longest with the experts that its tokens chose. So a
 layer's experts are dealt such that the longest expected time is shortest: experts that are chosen often go to ranks
 that are fast with them, and equal ranks get equal work. How many experts of a layer a rank holds does not change, for
-its memory is planned; so experts only ever change places, in pairs.
+its memory is planned; so experts only ever change places, in pairs. Experts in slices count as held by one rank more,
+which takes as long as the slowest of those that have the slices.
 
 An expert costs what it takes to go through its weights once, whenever at least one of a step's tokens chose it: decode
 is bound by memory. With a share p of all tokens choosing it and b tokens in a step, that is 1 - (1 - p)^b of the steps.
@@ -49,6 +50,10 @@ class ExpertCosts:
     rows: int
     """Sequences that decode at a time."""
     experts_per_token: int
+    sliced_s: float = 0.0
+    """Seconds that the slowest rank takes for a slice of an expert that some token chose."""
+    sliced_fixed_s: float = 0.0
+    """Seconds that the slowest rank with slices takes for a layer whatever is chosen."""
 
     @classmethod
     def of(cls, model: CostModel, plan: ShardPlan, *, rows: int, context: float) -> ExpertCosts:
@@ -58,9 +63,14 @@ class ExpertCosts:
         step = decode_step(rows, context)
         active = active_share(experts.per_token / experts.number, rows)
         units_s = [rank.experts(rows).unit_s for rank in model.ranks]
+        active_s = tuple(unit_s / active for unit_s in units_s)
+        fixed_s = tuple(_fixed_s(model, plan, rank, step) for rank in range(plan.world_size))
+        parts = [_sliced_part(model, plan, rank) for rank in range(plan.world_size)]
         costs = cls(
-            active_s=tuple(unit_s / active for unit_s in units_s),
-            fixed_s=tuple(_fixed_s(model, plan, rank, step) for rank in range(plan.world_size)),
+            active_s=active_s,
+            fixed_s=fixed_s,
+            sliced_s=max(each_s * part for each_s, part in zip(active_s, parts, strict=True)),
+            sliced_fixed_s=max(each_s * bool(part) for each_s, part in zip(fixed_s, parts, strict=True)),
             rest_s=0.0,
             rows=rows,
             experts_per_token=experts.per_token,
@@ -142,8 +152,8 @@ class _Deal:
 
     def __init__(self, held: Sequence[Sequence[_Expert]], costs: ExpertCosts) -> None:
         self.held = [sorted(experts) for experts in held]
-        self.active_s = costs.active_s
-        self._fixed_s = costs.fixed_s or (0.0,) * len(held)
+        self.active_s = (*costs.active_s, costs.sliced_s)
+        self._fixed_s = (*(costs.fixed_s or (0.0,) * len(costs.active_s)), costs.sliced_fixed_s)
         self.times_s = [self._time_s(rank) for rank in range(len(held))]
 
     def exchange(self, pair: _Pair) -> None:
@@ -178,17 +188,27 @@ class _Change(NamedTuple):
 
 def _deal(plan: ShardPlan, layer: int, chosen: Sequence[int], costs: ExpertCosts) -> _Deal:
     activity = _activities(chosen, costs)
-    held = [
-        [_Expert(activity[number], number) for number in plan.experts_of(rank, layer)]
-        for rank in range(plan.world_size)
-    ]
-    return _Deal(held, costs)
+    return _Deal([[_Expert(activity[number], number) for number in numbers] for numbers in _held(plan, layer)], costs)
+
+
+def _held(plan: ShardPlan, layer: int) -> list[tuple[int, ...]]:
+    """Return the numbers of each rank's whole experts, and behind them those of experts in slices."""
+    sliced = [bool(shard.layers[layer].expert_columns.size) for shard in plan.ranks]
+    whole = [() if is_sliced else plan.experts_of(rank, layer) for rank, is_sliced in enumerate(sliced)]
+    return [*whole, plan.sliced_experts(layer)]
+
+
+def _sliced_part(model: CostModel, plan: ShardPlan, rank: int) -> float:
+    """Return the part that the rank has of each expert in slices, in the first layer that has some; 0: it has none."""
+    columns = (plan.ranks[rank].layers[layer].expert_columns.size for layer in model.config.expert_layers)
+    return next((size / model.config.expert_columns for size in columns if size), 0.0)
 
 
 def _fixed_s(model: CostModel, plan: ShardPlan, rank: int, step: Step) -> float:
     """As in the first layer that the rank holds experts of."""
     for layer in model.config.expert_layers:
-        if units := plan.ranks[rank].layers[layer].experts.size:
+        if number := plan.ranks[rank].layers[layer].experts.size:
+            units = number * (_sliced_part(model, plan, rank) or 1.0)
             holders = plan.attention_owners(layer)
             lends = len(plan.layer_owners(layer)) > len(holders)
             whole_s = model.wide_part_s(rank, units, step, WidePlace(holders, lends=lends, experts=True))
@@ -211,9 +231,9 @@ def _improved(plan: ShardPlan, layer: int, chosen: Sequence[int], costs: ExpertC
     while (pair := _best_pair(deal)) is not None:
         deal.exchange(pair)
     held = [sorted(expert.number for expert in experts) for experts in deal.held]
-    num_moved = sum(len(set(now) - set(plan.experts_of(rank, layer))) for rank, now in enumerate(held))
+    num_moved = sum(len(set(now) - set(then)) for now, then in zip(held, _held(plan, layer), strict=True))
     if num_moved:
-        # Ranks own consecutive positions, in rank order.
+        # Ranks own consecutive positions, in rank order; those of experts in slices are the last.
         move = LayerMove(layer, tuple(number for numbers in held for number in numbers), num_moved)
         yield _Change(move, before_s, before_s - max(deal.times_s))
 

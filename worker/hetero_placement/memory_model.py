@@ -68,6 +68,8 @@ class UnitBytes:
     head: float
     column: float
     expert: float
+    expert_column: float
+    """A column of each expert, where all are dealt in slices."""
     row: float
     """A vocabulary row, of embedding and head."""
 
@@ -92,7 +94,7 @@ class MemoryModel:
         )
         self._num_hosts = len(hardware.ranks) - hardware.num_gpu_ranks
         self._units: dict[tuple[bool, frozenset[int]], UnitBytes] = {}
-        self._beside: dict[tuple[int, int, int, int], float] = {}
+        self._beside: dict[tuple[int, ...], float] = {}
 
     def units(self, rank: int) -> UnitBytes:
         """Return the bytes of a unit on this rank."""
@@ -105,9 +107,12 @@ class MemoryModel:
         """Return the bytes a rank needs beside its units, where every layer is split alike; heads are a unit, too."""
         return self._beside_units(rank, heads=int(holds_heads))
 
-    def first_bytes(self, rank: int, *, holds_heads: bool, columns: bool = False, experts: bool = False) -> float:
-        """Return the bytes that a rank needs once it owns MLP columns of dense layers, or experts, beside these."""
-        with_units = self._beside_units(rank, heads=int(holds_heads), columns=int(columns), experts=int(experts))
+    def first_bytes(self, rank: int, kind: str, *, holds_heads: bool) -> float:
+        """Return the bytes that a rank needs once it owns units of a kind, beside these.
+
+        `kind`: "columns" of dense layers, whole "experts", or "expert_columns".
+        """
+        with_units = self._beside_units(rank, heads=int(holds_heads), **{kind: 1})
         return with_units - self._beside_units(rank, heads=int(holds_heads))
 
     def cache_bytes(self, num_heads: int) -> int:
@@ -203,32 +208,38 @@ class MemoryModel:
         # Graphs of fewer sizes compute with no more; and what does not grow with units may be either's.
         return alone.computing + max(alone.total - alone.computing, mixed.total - mixed.computing)
 
-    def _beside_units(self, rank: int, *, heads: int = 0, columns: int = 0, experts: int = 0) -> float:
+    def _beside_units(
+        self, rank: int, *, heads: int = 0, columns: int = 0, experts: int = 0, expert_columns: int = 0
+    ) -> float:
         """Return the bytes of such a part that are not its units'."""
-        key = rank, heads, columns, experts
+        key = rank, heads, columns, experts, expert_columns
         if key not in self._beside:
-            unit = self.units(rank)
+            unit, shard = self.units(rank), self._shard(heads, columns, experts, 0, expert_columns)
             counted = heads * unit.head + columns * unit.column + experts * unit.expert
-            self._beside[key] = self._taken(rank, self._shard(heads, columns, experts, 0)).total - counted
+            counted += expert_columns * unit.expert_column
+            self._beside[key] = self._taken(rank, shard).total - counted
         return self._beside[key]
 
     def _units_of(self, rank: int) -> UnitBytes:
         """By what a second takes more than the first."""
 
-        def second(heads: int = 0, columns: int = 0, experts: int = 0, rows: int = 0) -> float:
-            one, two = (self._shard(k * heads, k * columns, k * experts, k * rows) for k in (1, 2))
+        def second(heads: int = 0, columns: int = 0, experts: int = 0, rows: int = 0, expert_columns: int = 0) -> float:
+            counts = heads, columns, experts, rows, expert_columns
+            one, two = (self._shard(*(times * count for count in counts)) for times in (1, 2))
             return self._taken(rank, two).total - self._taken(rank, one).total
 
         has_dense = len(self._config.expert_layers) < self._config.num_layers
+        has_experts = self._config.experts is not None
         many = 16 * UNIT  # Of what is small, so that rounding is next to nothing.
         return UnitBytes(
             head=second(heads=1),
             column=second(columns=many) / many if has_dense else 0.0,
-            expert=second(experts=1) if self._config.experts is not None else 0.0,
+            expert=second(experts=1) if has_experts else 0.0,
+            expert_column=second(expert_columns=many) / many if has_experts else 0.0,
             row=second(rows=many) / many,
         )
 
-    def _shard(self, heads: int, columns: int, experts: int, rows: int) -> RankShard:
+    def _shard(self, heads: int, columns: int, experts: int, rows: int, expert_columns: int = 0) -> RankShard:
         """Make the shard of a rank that owns these numbers in every layer; the model need not have as many.
 
         Of shared experts it has as many columns as the heads can bring, rounded to units.
@@ -236,8 +247,9 @@ class MemoryModel:
         shared = -(-heads * self._config.shared_columns // self._config.num_kv_heads)
         shared += (UNIT - 1) * bool(shared)
         plan = plan_within_layers(
-            self._config, heads=[heads], columns=[columns], experts=[experts], rows=[rows], shared=[shared]
-        )
+            self._config, heads=[heads], columns=[columns], experts=[experts], rows=[rows], shared=[shared],
+            expert_columns=[expert_columns],
+        )  # fmt: skip
         return plan.ranks[0]
 
     @property

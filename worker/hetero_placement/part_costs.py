@@ -16,8 +16,10 @@ the host and back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
+from statistics import NormalDist
 from typing import Final, NamedTuple
 
 from hetero_api.errors import PlanError
@@ -30,6 +32,9 @@ from hetero_placement.steps import Step
 _BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 _ROUTER_BYTES: Final = 4
 """At most: routers are as wide as they are stored."""
+_NORMAL: Final = NormalDist()
+_SAME: Final = 1e-12
+"""Part of two times by which their difference varies that counts as none."""
 
 
 def element_bytes(dtype: str) -> int:
@@ -196,6 +201,27 @@ class Rates:
 def active_share(chosen: float, rows: float) -> float:
     """Return the expected share of experts that at least one of `rows` rows chooses, each with probability `chosen`."""
     return float(1.0 - (1.0 - chosen) ** rows)
+
+
+def expected_most(means: Sequence[float], covariances: Sequence[Sequence[float]]) -> float:
+    """Return the expected largest of some times that vary together: two at a time, the larger taken as normal.
+
+    Clark, The greatest of a finite set of random variables (1961).
+    """
+    mean, variance, row = means[0], covariances[0][0], list(covariances[0])
+    for i, other in enumerate(means[1:], 1):
+        apart = math.sqrt(max(0.0, variance + covariances[i][i] - 2 * row[i]))
+        if apart <= _SAME * (mean + other):
+            part, density = float(mean >= other), 0.0
+        else:
+            distance = (mean - other) / apart
+            part, density = _NORMAL.cdf(distance), _NORMAL.pdf(distance)
+        square = (mean**2 + variance) * part + (other**2 + covariances[i][i]) * (1 - part)
+        square += (mean + other) * apart * density
+        mean = mean * part + other * (1 - part) + apart * density
+        variance = max(0.0, square - mean**2)
+        row = [mine * part + theirs * (1 - part) for mine, theirs in zip(row, covariances[i], strict=True)]
+    return mean
 
 
 def _seen(context: float, window: int | None) -> float:

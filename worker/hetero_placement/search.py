@@ -49,6 +49,8 @@ class Component:
     """Bytes of a unit, by slot."""
     first_bytes: tuple[float, ...]
     """Bytes that the first unit takes more than the others, by slot."""
+    slowest: Callable[[Deal], tuple[float, ...]] | None = None
+    """Seconds of the slowest rank, by kind of step, where that is expected to be more than the largest of `times`."""
 
     def per_rank(self, slot: int, units: int) -> int:
         """Return the largest share of a rank in the slot."""
@@ -59,7 +61,7 @@ class Component:
         parts = [self.slot_times(slot, units) for slot, units in enumerate(deal) if units]
         if not parts:
             return 0.0
-        slowest = map(max, zip(*parts, strict=True))
+        slowest = map(max, zip(*parts, strict=True)) if self.slowest is None else self.slowest(deal)
         return sum((weight * seconds for weight, seconds in zip(self.weights, slowest, strict=True)), 0.0)
 
     def slot_times(self, slot: int, units: int) -> tuple[float, ...]:

@@ -1,7 +1,8 @@
 """Shard plans dealt by weights: within layers, or layer by layer.
 
 *Within layers* every layer is split over all ranks, all that are of one kind alike. KV heads and experts are dealt one
-by one, MLP columns and vocabulary rows in units of 64 (the last unit is smaller where 64 does not divide). Parts that
+by one, MLP columns and vocabulary rows in units of 64 (the last unit is smaller where 64 does not divide). Experts may
+be dealt in slices instead: every one of them like an MLP, by columns, or only those that no rank has whole. Parts that
 the spec gives no shares for are dealt by cores a rank; MLP columns, or experts, then make up for what whole KV heads
 cannot: SmolLM2's three heads on two equal ranks are 2 and 1, its 1536 columns 704 and 832. Experts that all tokens
 share go with the KV heads.
@@ -18,14 +19,16 @@ lower rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Final
 
 from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
-from hetero_api.sharding import NO_UNITS, LayerShard, RankShard, ShardPlan, UnitRange, ranges_of_counts
+from hetero_api.sharding import NO_UNITS, LayerShard, RankShard, ShardPlan, Stage, UnitRange, ranges_of_counts
 from hetero_api.spec import PlacementShares
 
 Weight = int | float | Fraction
@@ -68,8 +71,10 @@ UNIT: Final = 64
 """MLP columns, and vocabulary rows, that stay together."""
 
 
-def deal_within_layers(config: ModelConfig, *, cores: Sequence[int], shares: PlacementShares) -> ShardPlan:
-    """By shares, one weight a rank, or by `cores`; a rank may get nothing."""
+def deal_within_layers(
+    config: ModelConfig, *, cores: Sequence[int], shares: PlacementShares, in_slices: bool = False
+) -> ShardPlan:
+    """By shares, one weight a rank, or by `cores`; a rank may get nothing. `in_slices`: experts go by columns."""
     heads = largest_remainder(config.num_kv_heads, shares.attention or cores)
     columns, experts = config.intermediate_size, config.num_experts
     by_columns = _wide_weights(config, heads, columns * config.mlp_params_per_column, cores=cores, shares=shares)
@@ -78,7 +83,8 @@ def deal_within_layers(config: ModelConfig, *, cores: Sequence[int], shares: Pla
         config,
         heads=heads,
         columns=_deal_in_units(columns, by_columns),
-        experts=largest_remainder(experts, by_experts) if experts else [0] * len(cores),
+        experts=largest_remainder(experts, by_experts) if experts and not in_slices else [0] * len(cores),
+        expert_columns=_deal_in_units(config.expert_columns, by_experts, config.expert_unit) if in_slices else (),
         rows=_deal_in_units(config.vocab_size, shares.vocabulary or cores),
     )
 
@@ -91,11 +97,13 @@ def plan_within_layers(
     experts: Sequence[int],
     rows: Sequence[int],
     shared: Sequence[int] | None = None,
+    expert_columns: Sequence[int] = (),
 ) -> ShardPlan:
     """Every layer split alike: how many KV heads, MLP columns of a dense layer, experts and vocabulary rows a rank.
 
     Layers with several times as many columns are split in the same ratio. `shared`: MLP columns of shared experts;
-    None: they go with the KV heads.
+    None: they go with the KV heads. `expert_columns`: columns of each of the experts that no rank has whole; a rank has
+    either kind.
     """
     nothing = [0] * len(heads)
     times_wider = {layer: number // config.intermediate_size for layer, number in config.dense_columns.items()}
@@ -103,6 +111,12 @@ def plan_within_layers(
         times: _shards(heads, [times * count for count in columns], nothing) for times in set(times_wider.values())
     }
     sparse = _shards(heads, shared_columns_of(config, heads) if shared is None else shared, experts)
+    if any(expert_columns):
+        slices = UnitRange(sum(experts), config.num_experts), ranges_of_counts(expert_columns)
+        sparse = [
+            replace(shard, experts=slices[0], expert_columns=own) if own.size else shard
+            for shard, own in zip(sparse, slices[1], strict=True)
+        ]
     expert_layers = set(config.expert_layers)
     layers = [sparse if layer in expert_layers else dense[times_wider[layer]] for layer in range(config.num_layers)]
     return ShardPlan(
@@ -162,24 +176,24 @@ def _wide_weights(
     return shares.mlp or level_up(weights, owned=owned, weights=cores)
 
 
-def units_of(total: int) -> int:
+def units_of(total: int, unit: int = UNIT) -> int:
     """Units that `total` columns or rows make."""
-    return -(-total // UNIT)
+    return -(-total // unit)
 
 
-def in_units(total: int, counts: Sequence[int]) -> list[int]:
+def in_units(total: int, counts: Sequence[int], unit: int = UNIT) -> list[int]:
     """Columns or rows of consecutive pieces of so many units; the last unit may be smaller."""
     sizes, dealt = [], 0
     for count in counts:
-        size = min(count * UNIT, total - dealt)
+        size = min(count * unit, total - dealt)
         sizes.append(size)
         dealt += size
     return sizes
 
 
-def _deal_in_units(total: int, weights: Sequence[Weight]) -> list[int]:
+def _deal_in_units(total: int, weights: Sequence[Weight], unit: int = UNIT) -> list[int]:
     """`total` in consecutive pieces of whole units, by weights."""
-    return in_units(total, largest_remainder(units_of(total), weights))
+    return in_units(total, largest_remainder(units_of(total, unit), weights), unit)
 
 
 def deal_layers(config: ModelConfig, *, cores: Sequence[int], shares: PlacementShares) -> ShardPlan:
@@ -249,3 +263,46 @@ def _layer_on(owner: int, config: ModelConfig, layer: int, world_size: int) -> l
 
 def _all_on(owner: int, total: int, world_size: int) -> tuple[UnitRange, ...]:
     return ranges_of_counts([total if rank == owner else 0 for rank in range(world_size)])
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Units of each rank, in rank order, and the layer's window."""
+
+    heads: tuple[int, ...]
+    columns: tuple[int, ...]
+    experts: tuple[int, ...]
+    expert_columns: tuple[int, ...]
+    """Of each of its experts, where they are slices; 0: they are whole."""
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanView:
+    """Parts of a plan that its cost depends on."""
+
+    stages: tuple[Stage, ...]
+    kinds: tuple[Mapping[LayerKind, int], ...]
+    """Number of layers of each kind, by stage."""
+    embedding_owners: tuple[int, ...]
+    head_rows: tuple[int, ...]
+    """Rows of the output head, in rank order."""
+
+    @classmethod
+    def of(cls, plan: ShardPlan, windows: tuple[int | None, ...]) -> PlanView:
+        """Read a plan. Raises PlanError when nobody has a layer's attention."""
+        stages = plan.stages()
+        kinds = tuple(Counter(_kind(plan, i, windows[i]) for i in range(stage.begin, stage.end)) for stage in stages)
+        return cls(stages, kinds, plan.embedding_owners(), tuple(shard.head_rows.size for shard in plan.ranks))
+
+    @property
+    def head_owners(self) -> tuple[int, ...]:
+        """Ranks with rows of the output head."""
+        return tuple(rank for rank, rows in enumerate(self.head_rows) if rows)
+
+
+def _kind(plan: ShardPlan, layer: int, window: int | None) -> LayerKind:
+    shards = [shard.layers[layer] for shard in plan.ranks]
+    sizes = ((s.kv_heads.size, s.mlp_columns.size, s.experts.size, s.expert_columns.size) for s in shards)
+    heads, columns, experts, expert_columns = zip(*sizes, strict=True)
+    return LayerKind(heads, columns, experts, expert_columns, window)

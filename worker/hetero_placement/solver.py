@@ -9,20 +9,21 @@ The ways are
     CPU ranks only                  all of them, or the number of them that is fastest
     Weight streaming                weights that do not fit the GPU come over the bus; for comparison, not to be had
 
-The resource's mode and shares restrict what may be chosen; the rest is told all the same. Ranks that are alike count as
-equally fast. The same input gives the same plan on every machine.
+Of each way that splits layers, the fastest layout of experts is taken: whole, in slices, or mixed. The resource's mode,
+shares and experts restrict what may be chosen; the rest is told all the same. Ranks that are alike count as equally
+fast. The same input gives the same plan on every machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
-from hetero_api.spec import SHARE_KINDS, PlacementMode, PlacementShares, PlacementSpec, WorkloadSpec
+from hetero_api.spec import SHARE_KINDS, ExpertDeal, PlacementMode, PlacementShares, PlacementSpec, WorkloadSpec
 from hetero_api.spec_pools import PoolType
 from hetero_placement.cost_model import CostModel
 from hetero_placement.decision import Bounds, Decision, Option, Prediction
@@ -32,6 +33,7 @@ from hetero_placement.memory_model import MemoryModel
 from hetero_placement.roles import RoleChoices
 from hetero_placement.search import EXHAUSTIVE
 from hetero_placement.shard_plans import (
+    UNIT,
     deal_layers,
     deal_within_layers,
     describe_layers,
@@ -44,7 +46,7 @@ from hetero_placement.shard_plans import (
     units_of,
 )
 from hetero_placement.steps import Step, WorkloadSteps, decode_step
-from hetero_placement.tensor_search import NOTHING_FIXED, FixedCounts, Roles, TensorSearch
+from hetero_placement.tensor_search import NOTHING_FIXED, ExpertLayout, FixedCounts, Roles, TensorSearch
 
 GPU_ONLY: Final = "GPU only"
 LAYER: Final = "Layer split"
@@ -94,6 +96,8 @@ class _Found:
     prediction: Prediction
     moved_bytes: float
     owners: int
+    layouts_s: dict[ExpertLayout, float] = field(default_factory=dict)
+    """Seconds that the workload takes at best with each layout of experts that was tried."""
 
     def better_than(self, other: _Found | None) -> bool:
         """By time; of equal times fewer bytes moved, then fewer ranks."""
@@ -119,6 +123,7 @@ class _Solver:
         self._config = config
         self._hardware = hardware
         self._mode, self._shares, self._workload = placement.mode, placement.shares, placement.workload
+        self._experts = placement.experts
         self._bounds = bounds
         self._exhaustive = exhaustive
         self._model = CostModel(config, hardware, dtype=dtype)
@@ -175,17 +180,52 @@ class _Solver:
             return Option(name, mode, why_not=problem or self._no_room(ranks))
         weights = self._model.weight_bytes(found.plan)
         shares = tuple(part / sum(weights) for part in weights)
-        return self._allowed(Option(name, mode, found.plan, found.prediction, weight_shares=shares))
+        layout = ExpertLayout.of(found.plan)
+        named = name if layout is ExpertLayout.WHOLE else f"{name}, {layout.value}"
+        note = self._experts_note(found)
+        return self._allowed(Option(named, mode, found.plan, found.prediction, weight_shares=shares, note=note))
 
     def _best(self, choices: Iterator[Roles], fixed: FixedCounts = NOTHING_FIXED) -> _Found | None:
         best: _Found | None = None
-        for roles in choices:
-            search = TensorSearch(self._model, self._memory, self._steps, roles, fixed)
+        layouts_s: dict[ExpertLayout, float] = {}
+        for roles, wanted in ((each, layout) for each in choices for layout in self._layouts(each, fixed)):
+            search = TensorSearch(self._model, self._memory, self._steps, roles, fixed, wanted)
             plan = search.plan(exhaustive=self._exhaustive)
-            found = self._judged(plan) if plan is not None else None
-            if found is not None and found.better_than(best):
+            if plan is None:
+                continue
+            found = self._judged(plan)
+            layout, seconds = ExpertLayout.of(plan), found.prediction.workload_s
+            layouts_s[layout] = min(seconds, layouts_s.get(layout, seconds))
+            if found.better_than(best):
                 best = found
-        return best
+        return None if best is None else replace(best, layouts_s=layouts_s)
+
+    def _layouts(self, roles: Roles, fixed: FixedCounts) -> tuple[ExpertLayout, ...]:
+        """Return the ways to deal experts to ranks with these roles that the resource allows."""
+        owners = {*roles.holders, *roles.helpers}
+        if self._experts == ExpertDeal.WHOLE or len(owners) < 2 or self._uncut:
+            return (ExpertLayout.WHOLE,)
+        if self._experts == ExpertDeal.SLICES:
+            return (ExpertLayout.SLICES,)
+        is_mixed = fixed.experts is None and owners.intersection(self._gpus)
+        more = (ExpertLayout.MIXED,) if is_mixed and len(owners.intersection(self._cpus)) > 1 else ()
+        return (ExpertLayout.WHOLE, ExpertLayout.SLICES, *more)
+
+    @property
+    def _uncut(self) -> str:
+        """Reason why experts cannot be dealt in slices; empty if they can."""
+        columns, unit = self._config.expert_columns, self._config.expert_unit
+        if not columns:
+            return "the model has none"
+        return f"their {columns} columns are one unit of {unit}" if columns <= unit else ""
+
+    def _experts_note(self, found: _Found) -> str:
+        """Compare the layouts of experts that were tried with the one that was taken; say if none could be cut."""
+        if self._uncut and self._config.expert_columns and self._experts == ExpertDeal.SLICES:
+            return f"experts stay whole: {self._uncut}"
+        own_s = found.prediction.workload_s
+        others = {layout: s for layout, s in found.layouts_s.items() if layout is not ExpertLayout.of(found.plan)}
+        return ", ".join(f"{layout.value} would take {s / own_s:.2f} times as long" for layout, s in others.items())
 
     def _judged(self, plan: ShardPlan) -> _Found:
         prediction = self._model.predict(plan, self._workload, self._bounds)
@@ -249,12 +289,12 @@ class _Solver:
         return f"{fields}: {', '.join(names)} would own nothing of the model ({units}); give it a share or fewer ranks"
 
     def _fixed(self, shares: PlacementShares) -> FixedCounts:
-        config = self._config
-        mlp = shares.mlp
+        config, mlp, unit = self._config, shares.mlp, self._config.expert_unit
         return FixedCounts(
             heads=tuple(largest_remainder(config.num_kv_heads, shares.attention)) if shares.attention else None,
             columns=_units_by(config.intermediate_size, mlp) if mlp else None,
             experts=tuple(largest_remainder(config.num_experts, mlp)) if mlp and config.experts else None,
+            expert_columns=_units_by(config.expert_columns, mlp, unit) if mlp and config.experts else None,
             rows=_units_by(config.vocab_size, shares.vocabulary) if shares.vocabulary else None,
         )
 
@@ -283,8 +323,8 @@ class _Solver:
         return self._memory.shortage(weights + cache, tuple(ranks))
 
 
-def _units_by(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    return tuple(in_units(total, largest_remainder(units_of(total), weights)))
+def _units_by(total: int, weights: Sequence[float], unit: int = UNIT) -> tuple[int, ...]:
+    return tuple(in_units(total, largest_remainder(units_of(total, unit), weights), unit))
 
 
 def explain(chosen: Option, options: Sequence[Option], model: CostModel, decode: Step, mode: PlacementMode) -> str:
@@ -294,6 +334,7 @@ def explain(chosen: Option, options: Sequence[Option], model: CostModel, decode:
         f"{chosen.name}: {own.decode_tokens_per_s:.3g} tokens/s decode, {own.prefill_tokens_per_s:.3g} prefill, "
         f"{_seconds(own.workload_s)} for the workload",
         *_exchanges(chosen, model, decode),
+        *filter(None, [chosen.note]),
     ]
     if mode != PlacementMode.AUTO:
         parts.append(f"spec.placement.mode asks for {mode}")

@@ -666,6 +666,7 @@ class LayerShard(_message.Message):
     KV_HEADS_FIELD_NUMBER: _builtins.int
     MLP_COLUMNS_FIELD_NUMBER: _builtins.int
     EXPERTS_FIELD_NUMBER: _builtins.int
+    EXPERT_COLUMNS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def kv_heads(self) -> Global___UnitRange:
         """KV heads, each with its group of query heads."""
@@ -678,16 +679,21 @@ class LayerShard(_message.Message):
     def experts(self) -> Global___UnitRange:
         """Experts of a mixture-of-experts layer, as positions in its ExpertOrder; empty on every rank where it is dense."""
 
+    @_builtins.property
+    def expert_columns(self) -> Global___UnitRange:
+        """Columns of each of these experts, which other ranks hold the other columns of; empty: they are whole."""
+
     def __init__(
         self,
         *,
         kv_heads: Global___UnitRange | None = ...,
         mlp_columns: Global___UnitRange | None = ...,
         experts: Global___UnitRange | None = ...,
+        expert_columns: Global___UnitRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["experts", b"experts", "kv_heads", b"kv_heads", "mlp_columns", b"mlp_columns"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expert_columns", b"expert_columns", "experts", b"experts", "kv_heads", b"kv_heads", "mlp_columns", b"mlp_columns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["experts", b"experts", "kv_heads", b"kv_heads", "mlp_columns", b"mlp_columns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert_columns", b"expert_columns", "experts", b"experts", "kv_heads", b"kv_heads", "mlp_columns", b"mlp_columns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -194,3 +194,54 @@ def test_an_order_holds_every_expert_of_its_layer_once(orders: tuple[tuple[int, 
     validate(sparse_plan((2, 1, 0), (0, 2, 1)))
     with pytest.raises(PlanError, match=message):
         validate(sparse_plan(*orders))
+
+
+def sliced_plan(*positions: UnitRange, columns: tuple[int, ...], order: tuple[int, ...] = ()) -> ShardPlan:
+    """Five experts of 12 columns in one layer; a rank with columns has slices."""
+    parts = zip(positions, ranges_of_counts(columns), strict=True)
+    rows = UnitRange(0, 4), UnitRange(4, 4)
+    layers = [
+        LayerShard(UnitRange(min(r, 1), 1), NO, own, cut if cut.size else NO) for r, (own, cut) in enumerate(parts)
+    ]
+    ranks = tuple(RankShard((layer,), *[rows[min(r, 1)]] * 2) for r, layer in enumerate(layers))
+    return ShardPlan(ranks, (order,) if order else ())
+
+
+def validate_sliced(plan: ShardPlan) -> None:
+    plan.validate(
+        num_layers=1, num_kv_heads=1, mlp_columns=0, vocab_size=4, num_experts=5, expert_columns=12, expert_layers=(0,)
+    )
+
+
+FIRST, REST, ALL = UnitRange(0, 2), UnitRange(2, 5), UnitRange(0, 5)
+
+
+def test_the_last_experts_of_an_order_may_be_dealt_in_slices() -> None:
+    plan = sliced_plan(FIRST, REST, UnitRange(2, 2), REST, columns=(0, 5, 0, 7), order=(4, 0, 1, 3, 2))
+    validate_sliced(plan)
+    assert [plan.experts_of(rank, 0) for rank in range(4)] == [(4, 0), (1, 3, 2), (), (1, 3, 2)]
+    assert plan.sliced_experts(0) == (1, 3, 2)
+    assert plan.expert_owners(0) == (0, 1, 3)
+    assert ShardPlan.from_proto(plan.to_proto()) == plan
+    every = sliced_plan(ALL, ALL, columns=(5, 7))
+    validate_sliced(every)
+    assert every.sliced_experts(0) == (0, 1, 2, 3, 4)
+    assert sparse_plan().sliced_experts(0) == ()
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (sliced_plan(ALL, ALL, columns=(5, 6)), "layer 0 expert columns: 11 of 12 are owned"),
+        (sliced_plan(ALL, ALL, columns=(0, 12)), r"layer 0 experts: 5 of 0 are owned"),
+        (sliced_plan(FIRST, REST, columns=(0, 5)), "layer 0 expert columns: 5 of 12 are owned"),
+        (sliced_plan(UnitRange(0, 1), REST, REST, columns=(0, 5, 7)), "layer 0 experts: 1 of 2 are owned"),
+        (sliced_plan(FIRST, REST, UnitRange(3, 5), columns=(0, 5, 7)), "expected one range up to 5"),
+        (sliced_plan(FIRST, UnitRange(2, 4), UnitRange(2, 4), columns=(0, 5, 7)), "expected one range up to 5"),
+        (sliced_plan(ALL, UnitRange(5, 5), UnitRange(5, 5), columns=(0, 5, 7)), "expected one range up to 5"),
+    ],
+    ids=["columns", "both", "one slice", "a gap", "other experts", "too few", "none"],
+)  # fmt: skip
+def test_slices_make_their_experts_whole(plan: ShardPlan, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        validate_sliced(plan)

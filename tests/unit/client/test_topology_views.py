@@ -150,3 +150,11 @@ def test_experts_are_shown_in_place_of_columns() -> None:
     (rank,) = topology_from(message).ranks
     assert rank.experts == UnitRange(2, 4)
     assert placement_cells(rank)["MLP columns"] == "experts 2..3 (2)"
+
+
+def test_slices_of_experts_are_shown_by_their_columns() -> None:
+    units = {"experts": ranks_pb2.UnitRange(end=4), "expert_columns": ranks_pb2.UnitRange(begin=64, end=192)}
+    shard = ranks_pb2.RankShard(layers=[ranks_pb2.LayerShard(**units)] * 2)
+    (rank,) = topology_from(admin_pb2.GetTopologyResponse(ranks=[admin_pb2.RankStatus(shard=shard)])).ranks
+    assert rank.expert_columns == UnitRange(64, 192)
+    assert placement_cells(rank)["MLP columns"] == "experts 0..3 (4), columns 64..191 (128) of each"

@@ -16,7 +16,7 @@ from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.errors import GroupLost
 from hetero_gateway.group.admin_rpcs import AdminRpcs
 from hetero_gateway.group.errors import CommandFailed, WrongState
-from hetero_gateway.group.experts import ExpertRebalancer, RebalancePolicy, sum_counts, wants_rebalancing
+from hetero_gateway.group.experts import ExpertRebalancer, RebalancePolicy, merge_counts, wants_rebalancing
 from hetero_gateway.group.settings import GroupSettings
 from tests.unit.engine.engine_setup import generation
 from tests.unit.group.group_setup import (
@@ -42,10 +42,11 @@ SETTLED = {0: [60, 0, 60, 0], 2: [100, 0, 0, 20]}
 
 
 def moe_settings(*, batch_invariant: bool = False, **placement: Any) -> GroupSettings:
-    """Two ranks with half of everything each."""
+    """Two ranks with half of everything each, of whole experts."""
+    shares = {"attention": [1, 1], "mlp": [1, 1], "vocabulary": [1, 1]}
     half = resource(
         engine={"blockSize": 4, "maxNumSeqs": 4, "maxNumBatchedTokens": 64, "batchInvariant": batch_invariant},
-        placement={"mode": "Tensor", "shares": {"attention": [1, 1], "mlp": [1, 1], "vocabulary": [1, 1]}, **placement},
+        placement={"mode": "Tensor", "experts": "Whole", "shares": shares, **placement},
         model={"uri": "hf://org/model", "maxModelLen": 64},
     )
     return GroupSettings.from_resource(half, ModelConfig.from_hf(MOE), model_fingerprint=FINGERPRINT)
@@ -128,7 +129,15 @@ async def test_counts_of_all_ranks_are_added_up() -> None:
         ranks_pb2.CommandReport(expert_counts=[ranks_pb2.ExpertCounts(layer=layer, tokens=tokens)])
         for layer, tokens in ((1, [1, 0]), (0, [0, 5]), (1, [0, 2]))
     ]
-    assert sum_counts(reports) == {0: [0, 5], 1: [1, 2]}
+    assert merge_counts(reports) == {0: [0, 5], 1: [1, 2]}
+
+
+def test_tokens_of_experts_in_slices_count_once() -> None:
+    reports = [
+        ranks_pb2.CommandReport(expert_counts=[ranks_pb2.ExpertCounts(layer=0, tokens=tokens)])
+        for tokens in ([7, 0, 0], [0, 2, 5], [0, 2, 5])
+    ]
+    assert merge_counts(reports) == {0: [7, 2, 5]}
 
 
 async def test_before_any_token_nothing_moves() -> None:

@@ -367,7 +367,8 @@ def test_shares_are_told_by_rank() -> None:
         )
     )
     placements = scene.report().status["placements"]
-    nothing = {"kvHeads": 0, "mlpColumns": 0, "experts": 0, "vocabularyRows": 0, "weightBytes": 10, "kvBytes": 0}
+    names = ("kvHeads", "mlpColumns", "experts", "expertColumns", "vocabularyRows", "kvBytes")
+    nothing = dict.fromkeys(names, 0) | {"weightBytes": 10}
     assert [item["shares"] for item in placements] == [
         {**nothing, "kvHeads": 8, "mlpColumns": 512, "vocabularyRows": 1000, "kvBytes": 5},
         nothing,
@@ -386,7 +387,11 @@ def test_a_place_tells_the_largest_share_of_any_layer_and_what_the_rank_is_bound
             shard=RankShard(
                 layers=[
                     LayerShard(kv_heads=UnitRange(begin=0, end=2), mlp_columns=UnitRange(begin=64, end=192)),
-                    LayerShard(kv_heads=UnitRange(begin=0, end=1), experts=UnitRange(begin=3, end=8)),
+                    LayerShard(
+                        kv_heads=UnitRange(begin=0, end=1),
+                        experts=UnitRange(begin=3, end=8),
+                        expert_columns=UnitRange(begin=64, end=192),
+                    ),
                 ],
                 embedding_rows=UnitRange(begin=0, end=5),
                 head_rows=UnitRange(begin=10, end=30),
@@ -397,8 +402,8 @@ def test_a_place_tells_the_largest_share_of_any_layer_and_what_the_rank_is_bound
     told, other, *_ = scene.report().status["placements"]
     found = {name: told[name] for name in ("device", "cpus", "numaNodes", "localMemoryPercent")}
     assert found == {"device": "device", "cpus": "0-3,8", "numaNodes": [0], "localMemoryPercent": 0}
-    sizes = ("kvHeads", "mlpColumns", "experts", "vocabularyRows")
-    assert [told["shares"][name] for name in sizes] == [2, 128, 5, 20]
+    sizes = ("kvHeads", "mlpColumns", "experts", "expertColumns", "vocabularyRows")
+    assert [told["shares"][name] for name in sizes] == [2, 128, 5, 128, 20]
     assert not {"numaNodes", "localMemoryPercent"} & set(other)
 
 

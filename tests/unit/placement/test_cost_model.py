@@ -76,9 +76,9 @@ def test_copies_over_the_bus_are_the_leaders_alone() -> None:
     free = CostModel(CONFIG, group(gpu(1e12), gpu(1e12), cpu(1e12)), dtype="float32")
     bus = CostModel(CONFIG, group(gpu(1e12, bus=1e6), gpu(1e12, bus=1e3), cpu(1e12)), dtype="float32")
     row_s = CONFIG.hidden_size * 4 / 1e6
-    lent = bus.wide_half_s([0, 1], [1, 1, 2], Step(decode_rows=1), experts=False)
+    lent = bus.wide_half_s([0, 1], [1, 1, 2], Step(decode_rows=1))
     assert lent == pytest.approx(2 * row_s, rel=1e-3)
-    assert free.wide_half_s([0, 1], [1, 1, 2], Step(decode_rows=1), experts=False) < row_s
+    assert free.wide_half_s([0, 1], [1, 1, 2], Step(decode_rows=1)) < row_s
     assert plan.stages()[0].leader == 0
 
 
@@ -121,13 +121,13 @@ def test_slices_are_those_that_the_worker_makes() -> None:
 
 def test_slices_let_a_helpers_ways_and_work_overlap() -> None:
     model = model_of(CONFIG, cpu(1e9, flops=1e9), cpu(1e9, flops=1e9), host_s=0.002)
-    one, four = (model.wide_half_s([0], [0, 4], Step(decode_rows=r), experts=False) for r in (128, 512))
+    one, four = (model.wide_half_s([0], [0, 4], Step(decode_rows=r)) for r in (128, 512))
     assert one < four < 4 * one
 
 
 def test_a_leader_that_lends_works_slice_by_slice_and_reads_its_weights_for_each() -> None:
     model = model_of(CONFIG, cpu(1e9), cpu(1e15))
-    alone, lending = (model.wide_half_s([0], units, Step(decode_rows=512), experts=False) for units in ([4, 0], [4, 1]))
+    alone, lending = (model.wide_half_s([0], units, Step(decode_rows=512)) for units in ([4, 0], [4, 1]))
     assert lending == pytest.approx(4 * alone)
 
 

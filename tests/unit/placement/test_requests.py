@@ -122,7 +122,7 @@ def test_all_shares_given_are_dealt_as_they_are() -> None:
 
 
 def test_shares_deal_experts_where_there_are_some() -> None:
-    decision = solved(config_of(**MIXTRAL), TWO_CPUS, shares={"mlp": [3.0, 1.0]})
+    decision = solved(config_of(**MIXTRAL, intermediate_size=64), TWO_CPUS, shares={"mlp": [3.0, 1.0]})
     assert [rank.layers[0].experts.size for rank in decision.plan.ranks] == [6, 2]
 
 

@@ -13,7 +13,7 @@ from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
 from hetero_api.rank_memory import ASSUMED_GPU_RUNTIME_BYTES, RUNTIME_BYTES
 from hetero_api.sharding import LayerShard, RankShard, ShardPlan, UnitRange
-from hetero_api.spec import PlacementShares, PlacementSpec, WorkloadSpec
+from hetero_api.spec import ExpertDeal, PlacementShares, PlacementSpec, WorkloadSpec
 from hetero_api.spec_pools import PoolType
 from hetero_placement.cost_model import CostModel
 from hetero_placement.decision import Bounds, Decision
@@ -21,6 +21,7 @@ from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware, Sp
 from hetero_placement.memory_model import MemoryModel
 from hetero_placement.shard_plans import deal_layers, deal_within_layers
 from hetero_placement.solver import ALL_PARTS, CPU_ONLY, GPU_ONLY, LAYER, MLP_ONLY, TENSOR, solve
+from hetero_placement.tensor_search import ExpertLayout
 from tests.unit.placement.placement_setup import MIXTRAL, config_of
 
 pytestmark = pytest.mark.unit
@@ -97,11 +98,11 @@ class Case:
         memory = runtime + graphs + (20 << 20) + int(weights * uniform(0.2, 1.8)) if tight else 10**12
         return RankHardware(kind, "host", memory, speeds, f"{kind.value}{rank}")
 
-    def solve(self, *, exhaustive: int = 20_000) -> Decision:
+    def solve(self, *, exhaustive: int = 20_000, experts: ExpertDeal = ExpertDeal.AUTO) -> Decision:
+        placement = PlacementSpec(workload=self.workload, experts=experts)
         return solve(
-            self.config, self.hardware, dtype=DTYPE, placement=PlacementSpec(workload=self.workload),
-            bounds=self.bounds, exhaustive=exhaustive,
-        )  # fmt: skip
+            self.config, self.hardware, dtype=DTYPE, placement=placement, bounds=self.bounds, exhaustive=exhaustive
+        )
 
     def seconds(self, plan: ShardPlan) -> float:
         return self.model.predict(plan, self.workload, self.bounds).workload_s
@@ -121,19 +122,25 @@ def ranges(counts: Sequence[int], size: int = 1) -> list[UnitRange]:
     return [UnitRange(sum(counts[:i]) * size, sum(counts[: i + 1]) * size) for i in range(len(counts))]
 
 
-def tensor_plans(case: Case) -> Iterator[ShardPlan]:
+def tensor_plans(case: Case, deal: ExpertDeal) -> Iterator[ShardPlan]:
     """Every way to split all layers alike."""
     config, world = case.config, len(case.hardware.ranks)
     sparse = config.experts is not None
-    wide_units = config.num_experts if sparse else config.intermediate_size // 64
+    in_slices = deal == ExpertDeal.SLICES and config.expert_columns > 64
+    wide_units = config.num_experts if sparse and not in_slices else config.intermediate_size // 64
     for heads, wide, rows in product(
         all_deals(config.num_kv_heads, world), all_deals(wide_units, world), all_deals(config.vocab_size // 64, world)
     ):
         nothing = [UnitRange(0, 0)] * world
         columns = nothing if sparse else ranges(wide, 64)
         experts = ranges(wide) if sparse else nothing
-        parts = zip(ranges(heads), columns, experts, ranges(rows, 64), strict=True)
-        yield ShardPlan(tuple(RankShard((LayerShard(h, c, e),) * config.num_layers, v, v) for h, c, e, v in parts))
+        slices = nothing
+        if in_slices:
+            slices = [part if part.size else UnitRange(0, 0) for part in ranges(wide, 64)]
+            experts = [UnitRange(0, config.num_experts if part.size else 0) for part in slices]
+        layers = map(LayerShard, ranges(heads), columns, experts, slices)
+        parts = zip(layers, ranges(rows, 64), strict=True)
+        yield ShardPlan(tuple(RankShard((layer,) * config.num_layers, v, v) for layer, v in parts))
 
 
 def layer_plans(case: Case) -> Iterator[ShardPlan]:
@@ -170,10 +177,10 @@ def mode_of(case: Case, plan: ShardPlan) -> str | None:
     return ALL_PARTS if (holders | set(plan.head_owners())) & cpus else MLP_ONLY
 
 
-def best_by_mode(case: Case) -> dict[str, float]:
+def best_by_mode(case: Case, deal: ExpertDeal) -> dict[str, float]:
     """Least seconds of every option that has a plan that fits."""
     best: dict[str, float] = {}
-    for plan in tensor_plans(case):
+    for plan in tensor_plans(case, deal):
         mode = mode_of(case, plan)
         if mode is not None and case.fits(plan):
             best[mode] = min(best.get(mode, float("inf")), case.seconds(plan))
@@ -184,23 +191,30 @@ def best_by_mode(case: Case) -> dict[str, float]:
 
 
 def found_by_mode(decision: Decision) -> dict[str, float]:
+    layouts = tuple(f", {layout.value}" for layout in ExpertLayout)
     return {
-        CPU_ONLY if option.name.startswith(CPU_ONLY) else option.name: option.prediction.workload_s
+        CPU_ONLY if option.name.startswith(CPU_ONLY) else _without(option.name, layouts): option.prediction.workload_s
         for option in decision.options
         if option.plan is not None and option.prediction is not None
     }
 
 
+def _without(name: str, endings: Sequence[str]) -> str:
+    return next((name.removesuffix(ending) for ending in endings if name.endswith(ending)), name)
+
+
 @pytest.mark.parametrize("block", range(20))
 def test_every_option_is_as_fast_as_the_best_of_all_integer_plans(block: int) -> None:
+    """Of models of experts, once for whole ones and once for slices."""
     for seed in range(block * CASES // 20, (block + 1) * CASES // 20):
         case = Case(seed)
-        expected = best_by_mode(case)
+        deal = ExpertDeal.SLICES if seed % 2 else ExpertDeal.WHOLE
+        expected = best_by_mode(case, deal)
         if not expected:
             with pytest.raises(PlanError):
-                case.solve()
+                case.solve(experts=deal)
             continue
-        decision = case.solve()
+        decision = case.solve(experts=deal)
         assert found_by_mode(decision) == pytest.approx(expected, rel=1e-6), seed
         assert case.fits(decision.plan), seed
         assert decision.chosen.prediction is not None

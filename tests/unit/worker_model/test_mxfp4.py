@@ -25,6 +25,8 @@ HIDDEN, WIDTH, GROUP = 64, 96, 32
 FLOATS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 """By their four bits."""
 UNEVEN = Shares(kv_heads=((5, 3),), mlp_columns=((0, 1),), vocab_rows=(64, 136), experts=((1, 5),))
+SLICES = Shares(kv_heads=((5, 3),), mlp_columns=((0, 1),), vocab_rows=(64, 136), expert_slices=(1, 2))
+"""One group of an expert's columns, and two."""
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
 
 
@@ -78,10 +80,11 @@ def test_an_expert_is_read_as_exactly_its_numbers(checkpoint: TinyCheckpoint) ->
         assert torch.equal(matrix.dequantized(), parameter[3, :, half::2].T)
 
 
+@pytest.mark.parametrize("shares", [UNEVEN, SLICES], ids=["whole", "slices"])
 @pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
-def test_logits_are_transformers(checkpoint: TinyCheckpoint, *, native: bool) -> None:
+def test_logits_are_transformers(checkpoint: TinyCheckpoint, shares: Shares, *, native: bool) -> None:
     """Native kernels round rows to whole numbers, too, so theirs are only nearly the same."""
-    builder = PlanBuilder(RankGroup(checkpoint.directory, UNEVEN, native=native))
+    builder = PlanBuilder(RankGroup(checkpoint.directory, shares, native=native))
     builder.start(0, [7, 150, 3, 88, 199, 0, 42])
     for _ in range(3):
         expected = checkpoint.logits(builder.sequences[0].tokens)[-1]

@@ -41,9 +41,11 @@ STAGES = Shares(
 PLAIN = ("glm4", "smollm3", "deepseek-v3-dense", "gemma4", "gemma4-readers")
 EXPERTS = ("mixtral", "qwen3-moe-some-dense", "glm4-moe-grouped", "gpt-oss", "minimax-m2", "deepseek-v3", "gemma4-moe")
 """Models of experts, with every rule of routing."""
+SLICES = Shares(kv_heads=((5, 3),), mlp_columns=((17, 33),), vocab_rows=(64, 136), expert_slices=(2, 5))
 STATEFUL = ("qwen3-next-odd", "qwen3.5", "qwen3.5-moe")
 """Models with layers that keep a state of each sequence."""
 LAYOUTS = {"one": ONE, "uneven": UNEVEN, "no part": NO_PART, "helped": HELPED, "stages": STAGES}
+OF_EXPERTS = {"slices": SLICES}
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +120,8 @@ CASES += [
     for variant in ("deepseek-v3", "qwen3.5-moe", "gemma4-moe")
     for layout in ("no part", "helped", "stages")
 ]
+CASES += [("glm4-moe-grouped", "slices", "native", dtype) for dtype in ("float32", "bfloat16")]
+CASES.append(("gemma4-moe", "slices", "native", "float32"))
 
 
 @pytest.mark.parametrize(("variant", "layout", "over", "dtype"), CASES)
@@ -130,7 +134,7 @@ def test_recorded_steps_are_what_steps_are(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    shares = LAYOUTS[layout]
+    shares = (LAYOUTS | OF_EXPERTS)[layout]
     with ExitStack() as stack, caplog.at_level("INFO"):
         (tmp_path / "a").mkdir()
         (tmp_path / "b").mkdir()

@@ -58,6 +58,8 @@ CHANGES: Final[dict[str, dict[str, Any]]] = {
 }
 ONE: Final = Shares(kv_heads=((8,),), mlp_columns=((96,),), vocab_rows=(200,), experts=((6,),))
 UNEVEN: Final = Shares(kv_heads=((5, 3),), mlp_columns=((32, 64),), vocab_rows=(64, 136), experts=((1, 5),))
+SLICES: Final = Shares(kv_heads=((5, 3),), mlp_columns=((32, 64),), vocab_rows=(64, 136), expert_slices=(1, 3))
+"""16 and 48 columns of each expert."""
 WHOLE_GROUPS: Final = Shares(kv_heads=((6, 2),), mlp_columns=((48, 48),), vocab_rows=(64, 136), experts=((1, 5),))
 """Kernels want groups of 16 inputs or more."""
 TINY: Final = Shares(kv_heads=((5, 3),), mlp_columns=((17, 33),), vocab_rows=(64, 136), experts=((1, 5),))
@@ -220,13 +222,19 @@ def test_logits_are_those_of_the_numbers(saved: Callable[[str, str], TinyCheckpo
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     ("variant", "shares"),
-    [("glm4-moe", ONE), ("llama", ONE), ("llama", UNEVEN)],
-    ids=["glm4-moe on one", "llama on one", "llama, uneven"],
+    [("glm4-moe", ONE), ("glm4-moe", SLICES), ("llama", ONE), ("llama", UNEVEN)],
+    ids=["glm4-moe on one", "glm4-moe in slices", "llama on one", "llama, uneven"],
 )
 def test_other_layouts_and_models_have_the_same_logits(
     saved: Callable[[str, str], TinyCheckpoint], variant: str, name: str, shares: Shares
 ) -> None:
     found, expected, _ = _logits(saved(variant, name), shares, native=False)
+    assert (found - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "awq", "gptq act-order", "ints"])
+def test_experts_in_slices_have_the_same_logits(saved: Callable[[str, str], TinyCheckpoint], name: str) -> None:
+    found, expected, _ = _logits(saved("glm4-moe", name), SLICES, native=False)
     assert (found - expected).abs().max() <= 1e-4
 
 

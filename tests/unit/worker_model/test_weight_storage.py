@@ -107,6 +107,26 @@ def test_an_expert_takes_what_layers_and_the_ranks_arithmetic_say(quantization: 
     assert part.weight_bytes(torch.float32, kernel) == kernel.num_bytes == _memory(config).expert_weights
 
 
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("columns", [UnitRange(0, 64), UnitRange(64, 128), UnitRange(128, 160)], ids=str)
+def test_a_slice_of_an_expert_takes_no_more_than_the_ranks_arithmetic_says(
+    quantization: str, columns: UnitRange
+) -> None:
+    """The last slice ends within a group."""
+    config, kernel = _config(quantization, experts=EXPERTS), NarrowKernel()
+    part = Expert(config, EXPERTS, "model.layers.0.mlp", 0, columns=columns)
+    part.load(Bfloat16Weights(), dtype=torch.float32, kernel=kernel)
+    counted = _memory(config).experts_weights(LayerShard(NO_UNITS, NO_UNITS, UnitRange(2, 3), columns))
+    assert part.weight_bytes(torch.float32, kernel) == kernel.num_bytes <= counted
+    assert counted <= _memory(config).expert_weights
+
+
+def test_slices_keep_groups_that_are_made_at_load_whole() -> None:
+    config = replace(_config("none", experts=EXPERTS))
+    assert [config.quantized("int4", group).expert_unit for group in (32, 64, 128)] == [64, 64, 128]
+    assert [config.expert_unit, config.quantized("int8").expert_unit] == [64, 64]
+
+
 def test_columns_that_end_within_a_group_are_counted_whole() -> None:
     config = replace(_config("int4"), intermediate_size=330)
     kernel, memory = NarrowKernel(), _memory(config)

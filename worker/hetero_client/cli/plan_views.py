@@ -168,7 +168,12 @@ def _memory_json(option: Option, memory: MemoryModel) -> list[dict[str, int]]:
 
 
 def _layer_json(layer: LayerShard) -> dict[str, list[int]]:
-    return {"kvHeads": list(layer.kv_heads), "mlpColumns": list(layer.mlp_columns), "experts": list(layer.experts)}
+    return {
+        "kvHeads": list(layer.kv_heads),
+        "mlpColumns": list(layer.mlp_columns),
+        "experts": list(layer.experts),
+        "expertColumns": list(layer.expert_columns),
+    }
 
 
 def _figures(option: Option) -> list[str]:
@@ -197,8 +202,10 @@ def _mlp(shard: RankShard) -> str:
     """Return the largest number of columns in a layer, or of experts, or both where layers differ."""
     columns = max(layer.mlp_columns.size for layer in shard.layers)
     experts = max(layer.experts.size for layer in shard.layers)
+    sliced = max(layer.expert_columns.size for layer in shard.layers)
     parts = [f"{columns} columns"] if columns or not experts else []
-    return ", ".join(parts + ([f"{experts} experts"] if experts else []))
+    slices = f", {sliced} columns of each" if sliced else ""
+    return ", ".join(parts + ([f"{experts} experts{slices}"] if experts else []))
 
 
 def _vocabulary(shard: RankShard) -> str:

@@ -154,7 +154,10 @@ def _units(units: UnitRange | None, rank: RankView, *, count: bool) -> str:
 def _mlp(rank: RankView, *, count: bool) -> str:
     """Return the rank's experts, or its MLP columns if it has no experts."""
     if rank.experts is not None and rank.experts.size:
-        return f"experts {_units(rank.experts, rank, count=count)}"
+        experts = f"experts {_units(rank.experts, rank, count=count)}"
+        if rank.expert_columns is None or not rank.expert_columns.size:
+            return experts
+        return f"{experts}, columns {_units(rank.expert_columns, rank, count=count)} of each"
     return _units(rank.mlp_columns, rank, count=count)
 
 

@@ -56,7 +56,7 @@ class ExpertMover:
         async with self._core.hold():
             require_idle()
             reports = await command(ranks_pb2.GroupCommand(count_experts=ranks_pb2.CountExperts()))
-        counts = sum_counts(reports)
+        counts = merge_counts(reports)
         placement = self._placement.current
         assert placement is not None, "ranks that compute have a plan"
         # On a thread: a large model takes a second, and requests may come.
@@ -93,13 +93,16 @@ class ExpertMover:
         return moved, plan
 
 
-def sum_counts(reports: Iterable[ranks_pb2.CommandReport]) -> dict[int, list[int]]:
-    """Return, by layer, how many tokens chose each expert; each rank reports the experts that it holds."""
+def merge_counts(reports: Iterable[ranks_pb2.CommandReport]) -> dict[int, list[int]]:
+    """Return, by layer, how many tokens chose each expert.
+
+    A rank reports the experts that it holds, and ranks with slices of one expert report the same number.
+    """
     counts: dict[int, list[int]] = {}
     for report in reports:
         for layer in report.expert_counts:
             known = counts.get(layer.layer, [0] * len(layer.tokens))
-            counts[layer.layer] = [a + b for a, b in zip(known, layer.tokens, strict=True)]
+            counts[layer.layer] = [max(pair) for pair in zip(known, layer.tokens, strict=True)]
     return counts
 
 

@@ -259,10 +259,11 @@ def stacked_floats(files: SafetensorsStore, scheme: Scheme, part: TensorSlice) -
     blocks, exponents = f"{part.name}_blocks", f"{part.name}_scales"
     files.check_shape(blocks, (*shape, group // 2))
     files.check_shape(exponents, shape)
-    rows = slice(entry.first, None, entry.step), slice(*part.row_range)
-    packed, stored = (files.slice(name)[entry.number][rows[0]][rows[1]] for name in (blocks, exponents))
+    rows, wanted = (slice(entry.first, None, entry.step), slice(*part.row_range)), part.column_range
+    groups = UnitRange(wanted.begin // group, -(-wanted.end // group))
+    packed, stored = (files.slice(name)[entry.number][rows[0]][rows[1], slice(*groups)] for name in (blocks, exponents))
     none = torch.empty(0, dtype=torch.int32)
-    return StoredNumbers(_halves(packed).flatten(1), powers_of_two(stored), none, UnitRange(0, inputs))
+    return StoredNumbers(_halves(packed).flatten(1), powers_of_two(stored), none, groups.scaled(group))
 
 
 def exact_numbers(stored: StoredNumbers, scheme: Scheme, groups: torch.Tensor) -> torch.Tensor:

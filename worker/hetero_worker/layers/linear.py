@@ -291,10 +291,12 @@ def down_linear(config: ModelConfig, prefix: str, width: int, columns: UnitRange
     return _row_parallel(f"{prefix}.down_proj", config, inputs, unit=COLUMN_UNIT, bias=bias and config.mlp_bias)
 
 
-def expert_gate_up_linear(config: ModelConfig, experts: ExpertsConfig, block: str, number: int) -> ShardedLinear:
-    """Return the fused gate and up projections of a whole expert; output [gate | up]."""
+def expert_gate_up_linear(
+    config: ModelConfig, experts: ExpertsConfig, block: str, number: int, columns: UnitRange | None = None
+) -> ShardedLinear:
+    """Return the fused gate and up projections of an expert, or of a slice of it; output [gate | up]."""
     width, names = experts.intermediate_size, experts.names
-    rows = UnitRange(0, width)
+    rows = columns or UnitRange(0, width)
     if names.rows_first:
         halves = [StackEntry(number, experts.number, first=half * width, height=2 * width) for half in range(2)]
         parts = [_Rows(f"{block}.experts.{names.gate}", width, rows, entry=entry) for entry in halves]
@@ -310,17 +312,19 @@ def expert_gate_up_linear(config: ModelConfig, experts: ExpertsConfig, block: st
     return _column_parallel(parts, config=config, bias=experts.biased, stored=stored)
 
 
-def expert_down_linear(config: ModelConfig, experts: ExpertsConfig, block: str, number: int) -> ShardedLinear:
-    """Return the down projection of a whole expert."""
+def expert_down_linear(
+    config: ModelConfig, experts: ExpertsConfig, block: str, number: int, columns: UnitRange | None = None
+) -> ShardedLinear:
+    """Return the down projection of an expert, or of a slice of it: a partial sum. The first slice adds the bias."""
     width, names, stored = experts.intermediate_size, experts.names, config.weights.of_experts
     height = config.hidden_size if names.rows_first else None
     entry = StackEntry(number, experts.number, height=height) if names.stacked else None
     name = f"{block}.experts.{names.down}" if names.stacked else f"{block}.experts.{number}.{names.down}"
-    inputs = width, UnitRange(0, width)
-    stack = None
+    inputs, unit = (width, columns or UnitRange(0, width)), config.expert_unit if columns else 0
+    bias, stack = experts.biased and inputs[1].begin == 0, None
     if not names.stacked:
         stack = Stack(f"{block}.experts.down_proj", StackEntry(number, experts.number, height=config.hidden_size))
-    return _row_parallel(name, config, inputs, unit=0, bias=experts.biased, entry=entry, stack=stack, stored=stored)
+    return _row_parallel(name, config, inputs, unit=unit, bias=bias, entry=entry, stack=stack, stored=stored)
 
 
 def _gate_up_stack(experts: ExpertsConfig, block: str, number: int, half: int) -> Stack:

@@ -6,8 +6,11 @@ choose alike by the rule of `kernels.expert_choice`, for the residual stream is 
 A kernel may compute all experts together (`LinearKernel.join_experts`): on host cores that is one native operation.
 Otherwise they are computed one by one.
 
+A rank may hold slices of experts, some columns of each, instead of whole ones: then its sum is a part of every chosen
+expert's. All of its experts of a layer are whole, or all are slices of the same columns.
+
 A rank's experts may change between two steps (`read`, then `hold`); the router stays the same. Each rank counts the
-tokens that chose its own experts; it has these numbers at hand, so counting costs nothing.
+tokens that chose its own experts, or slices; it has these numbers at hand, so counting costs nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
 from hetero_api.model_parts import ExpertsConfig
 from hetero_api.rank_memory import EXPERT_ROWS
+from hetero_api.sharding import UnitRange
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.kernels.expert_choice import RouterWeights
@@ -44,15 +48,15 @@ class ExpertMlp:
         own: Collection[int],
         *,
         norm: RmsNorm,
+        columns: UnitRange | None = None,
         shared: GatedMlp | None = None,
         make_router: MakeRouter | None = None,
         ops: FusedOps = PLAIN_OPS,
     ) -> None:
-        """`own` are the numbers of this rank's experts, at least one, in any order.
+        """`own` are the numbers of this rank's experts, at least one, in any order; `columns` what it holds of each.
 
-        `shared` is the rank's part of the expert of all tokens, with the same norm unless the model has another for
-        experts. Raises PlanError if the layer is
-        dense.
+        `columns` None: they are whole. `shared` is the rank's part of the expert of all tokens, with the same norm
+        unless the model has another for experts. Raises PlanError if the layer is dense.
         """
         if config.experts is None or layer not in config.experts.layers:
             raise PlanError(f"the plan deals experts of layer {layer}, which is dense")
@@ -63,6 +67,7 @@ class ExpertMlp:
         if config.experts.norms is not None:
             norm = layer_norm(config, layer, config.experts.norms.experts, ops)
         self._norm = norm
+        self._columns = columns
         self._shared = shared
         self._ops = ops
         make_router = make_router or partial(Router, ops=ops)
@@ -152,7 +157,7 @@ class ExpertMlp:
         return next(iter(self._experts.values()))
 
     def _new_expert(self, number: int) -> Expert:
-        return Expert(self._config, self._shape, self._prefix, number, ops=self._ops)
+        return Expert(self._config, self._shape, self._prefix, number, columns=self._columns, ops=self._ops)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the partial sum [tokens, hidden] of this rank's experts and its part of the shared one."""
@@ -205,16 +210,23 @@ class ExpertMlp:
 
 
 class Expert:
-    """One whole expert: a gated MLP."""
+    """One expert, or a slice of it: a gated MLP."""
 
     def __init__(
-        self, config: ModelConfig, experts: ExpertsConfig, block: str, number: int, *, ops: FusedOps = PLAIN_OPS
+        self,
+        config: ModelConfig,
+        experts: ExpertsConfig,
+        block: str,
+        number: int,
+        *,
+        columns: UnitRange | None = None,
+        ops: FusedOps = PLAIN_OPS,
     ) -> None:
-        """`block`: name of the layer's MLP."""
+        """`block`: name of the layer's MLP; `columns` None: all of them."""
         self._activation = config.activation
         self._ops = ops
-        self._gate_up = expert_gate_up_linear(config, experts, block, number)
-        self._down = expert_down_linear(config, experts, block, number)
+        self._gate_up = expert_gate_up_linear(config, experts, block, number, columns)
+        self._down = expert_down_linear(config, experts, block, number, columns)
 
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:

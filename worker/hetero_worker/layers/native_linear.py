@@ -162,6 +162,7 @@ class NativeExperts(PackedExperts):
         self._counts = counts
         self._table = ffi.new("hc_expert[]", experts.number + 1)
         self._held: Mapping[int, PackedMlp] = {}
+        self._columns = 0
         if shared is not None:
             _fill(self._table[experts.number], shared)
         self._shared_columns = int(self._table[experts.number].columns)
@@ -173,6 +174,7 @@ class NativeExperts(PackedExperts):
         for number, expert in experts.items():
             _fill(self._table[number], expert)
         self._held = dict(experts)
+        self._columns = max((int(self._table[number].columns) for number in experts), default=0)
 
     def __call__(self, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, /) -> torch.Tensor:
         """See `PackedExperts.__call__`. Raises ValueError for tensors that are not contiguous or of other types."""
@@ -181,7 +183,7 @@ class NativeExperts(PackedExperts):
         (rows, width), dtype, shape = normed.shape, normed.dtype, self._shape
         y = self._op_queue.empty(rows, width, dtype=dtype)
         given = (FORMATS[dtype], self._activation, SWIGLU_ALPHA, SWIGLU_LIMIT, width)
-        op = experts_op(rows, *given, shape.intermediate_size, self._shared_columns, shape.number, shape.per_token)
+        op = experts_op(rows, *given, self._columns, self._shared_columns, shape.number, shape.per_token)
         op.table, op.x, op.y = address_of(self._table), normed.data_ptr(), y.data_ptr()
         op.chosen, op.shares, op.counts = chosen.data_ptr(), shares.data_ptr(), self._counts.data_ptr()
         op.scratch = self._op_queue.scratch(op)

@@ -52,7 +52,9 @@ class DecoderLayer:
             first = mlp_owners[0] == rank
             self.mlp = shared = GatedMlp(config, layer, shard.mlp_columns, adds_bias=first, norm=norm, ops=ops)
         if shard.experts.size:
-            self.mlp = ExpertMlp(config, layer, plan.experts_of(rank, layer), norm=norm, shared=shared, ops=ops)
+            columns = shard.expert_columns if shard.expert_columns.size else None
+            own = plan.experts_of(rank, layer)
+            self.mlp = ExpertMlp(config, layer, own, norm=norm, columns=columns, shared=shared, ops=ops)
         self._sum_norms: tuple[RmsNorm, ...] = ()
         self._norms_apart: tuple[RmsNorm, ...] = ()
         if shard.kv_heads.size:

@@ -151,6 +151,7 @@ def _placed(situation: Situation, expected: ExpectedPod, rank: RankStatus) -> Pl
         kv_heads=_largest(layer.kv_heads for layer in shard.layers),
         mlp_columns=_largest(layer.mlp_columns for layer in shard.layers),
         experts=_largest(layer.experts for layer in shard.layers),
+        expert_columns=_largest(layer.expert_columns for layer in shard.layers),
         vocabulary_rows=_largest([shard.embedding_rows, shard.head_rows]),
         weight_bytes=rank.weight_bytes,
         kv_bytes=rank.kv_bytes,
