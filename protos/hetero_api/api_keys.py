@@ -47,7 +47,7 @@ KeyHash = Annotated[
 
 
 class Role(SpecEnum):
-    """What a principal may do."""
+    """Right of a principal."""
 
     USER = "user"
     """Call hetero.v1.Inference and the OpenAI API."""

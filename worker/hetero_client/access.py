@@ -1,4 +1,4 @@
-"""What a client shows a gateway and asks of it: the key of its principal, and certificates.
+"""Key and certificates that a client shows a gateway, and the authorities that it trusts.
 
 Each comes from the first of these that has it: the argument and the environment. A key may be in a file, and is then
 read when the client is made. TLS is used where an authority or a certificate is given, or where it is asked for.

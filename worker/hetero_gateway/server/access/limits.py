@@ -1,4 +1,4 @@
-"""What each principal has taken of its limits. One asyncio loop."""
+"""Use that each principal makes of its limits. One asyncio loop."""
 
 from __future__ import annotations
 
