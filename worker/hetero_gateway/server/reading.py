@@ -79,9 +79,14 @@ class RequestReader:
         """
         prompt = await self.run(lambda: self._checked(request), cost=_cost(request, request.chat))
         params = with_defaults(request.sampling, self._sampling_defaults)
-        number, constraint = num_completions(params), read_constraint(params)
+        number, named = num_completions(params), read_constraint(params)
+        constraint = named
         if answer is not None:
-            constraint = answer.constraint(constraint, prompt_end=self.prompt_end(prompt))
+            end = self.prompt_end(prompt)
+            # Schemas of many tools are long.
+            constraint = await self.run(
+                lambda: answer.constraint(named, prompt_end=end), cost=_cost(request, request.chat)
+            )
         return GenerationRequest(
             request_id=request.request_id or uuid.uuid4().hex,
             prompt_token_ids=prompt,
