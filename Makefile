@@ -7,7 +7,7 @@ NATIVE := worker/hetero_worker/native/libhetero_compute.so
 export HF_HUB_OFFLINE ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install native demo test test-rest test-all test-unit test-distributed test-sanitizers test-healing test-gpu test-cluster test-e2e kubernetes bench-peers bench-peers-install bench-scaling bench-perplexity bench-engine bench-operator bench-recovery bench-exchange bench-exchange-hosts bench-prediction bench-gpu lint format type protos manifests docs chart golden verify bench base-image images check-images record-images clean
+.PHONY: help install native demo test test-rest test-all test-unit test-distributed test-sanitizers fuzz test-healing test-gpu test-cluster test-e2e kubernetes bench-peers bench-peers-install bench-scaling bench-perplexity bench-engine bench-operator bench-recovery bench-exchange bench-exchange-hosts bench-prediction bench-gpu lint format type protos manifests docs chart golden verify bench base-image images check-images record-images clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9-]+:.*## / {printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,10 @@ test-distributed: $(STAMP) $(NATIVE) ## Run the tests with real rank processes a
 
 test-sanitizers: $(STAMP) $(NATIVE) ## Stress the exchange in C under ThreadSanitizer, AddressSanitizer and UBSan (`make test` does, too)
 	$(BIN)/pytest tests/unit/worker_rank/test_native_stress.py -q
+
+FUZZ_MINUTES ?= 30
+fuzz: $(STAMP) $(NATIVE) ## Fuzz every reader of files, requests and messages for FUZZ_MINUTES (30) each; FUZZ='gguf bodies': these
+	$(BIN)/python -m tests.unit.fuzz --seconds $$(($(FUZZ_MINUTES) * 60)) $(FUZZ)
 
 test-healing: $(STAMP) $(NATIVE) ## Kill and freeze ranks 50 times in a row under load (`make test` does so 5 times)
 	@$(BIN)/hetero model fetch smollm2-135m-instruct

@@ -42,6 +42,14 @@ def mutated_json(value: Any, random_: random.Random) -> bytes:
     return json.dumps(changed).encode()
 
 
+def parsed_or_none(data: bytes) -> Any:
+    """The value of JSON text; None if it is none."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
 def mutated_bytes(data: bytes, random_: random.Random, end: int | None = None) -> bytes:
     """The bytes with a change among the first `end`; None: anywhere."""
     at = random_.randrange(end or len(data))

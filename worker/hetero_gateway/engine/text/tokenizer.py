@@ -109,7 +109,8 @@ class TextTokenizer:
     def encode(self, text: str, *, max_model_len: int | None = None) -> list[int]:
         """Return the token ids of plain text, with the model's special tokens.
 
-        Raises InvalidRequest if they leave no room in `max_model_len`; None allows any number.
+        Raises InvalidRequest if the tokenizer cannot encode it, or if they leave no room in `max_model_len`; None
+        allows any number.
         """
         return self._token_ids(text, with_special_tokens=True, max_model_len=max_model_len)
 
@@ -141,11 +142,14 @@ class TextTokenizer:
             num_bytes = len(text) if text.isascii() else len(text.encode())
             longest = self._longest_token_bytes
             check_prompt_bytes(num_bytes, longest_token_bytes=longest, max_model_len=max_model_len)
-        if len(text) <= _SHORT_CHARS:
-            encoding = self._tokenizer.encode(text, add_special_tokens=with_special_tokens)
-        else:
-            # Unlike `encode`, this lets other threads run meanwhile.
-            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=with_special_tokens)
+        try:
+            if len(text) <= _SHORT_CHARS:
+                encoding = self._tokenizer.encode(text, add_special_tokens=with_special_tokens)
+            else:
+                # Unlike `encode`, this lets other threads run meanwhile.
+                (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=with_special_tokens)
+        except Exception as error:  # the library has no narrower one, e.g. for a vocabulary without its unknown token
+            raise InvalidRequest("prompt", f"the model's tokenizer cannot encode it: {error}") from error
         if max_model_len is not None:
             check_prompt_length(len(encoding), max_model_len=max_model_len)
         return list(encoding.ids)

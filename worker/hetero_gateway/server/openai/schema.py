@@ -328,7 +328,8 @@ class ChatBody(Generation):
         if not isinstance(tools, list) or not isinstance(info.context, IgnoredFields) or info.context.is_strict:
             return data
         kinds = [each.get("type") if isinstance(each, dict) else None for each in tools]
-        others = {kind for kind in kinds if isinstance(kind, str) and kind != "function"}
+        kinds = [kind if isinstance(kind, str) else None for kind in kinds]
+        others = {kind for kind in kinds if kind is not None and kind != "function"}
         for kind in islice(sorted(others), MAX_IGNORED):
             info.context.add("tools.type=", kind)
         return {**data, "tools": [tool for tool, kind in zip(tools, kinds, strict=True) if kind not in others]}

@@ -1,0 +1,44 @@
+"""Every fuzz target takes its seeds, outlives what was found earlier, and some changes of the seeds."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.support.examples import examples
+from tests.unit.fuzz.__main__ import FINDINGS, fuzz
+from tests.unit.fuzz.targets import TARGETS
+
+pytestmark = pytest.mark.unit
+
+CHANGES = 40
+each_target = pytest.mark.parametrize("name", TARGETS)
+
+
+@each_target
+def test_seeds_are_taken_and_changed_ones_are_taken_or_refused(name: str) -> None:
+    target = TARGETS[name]
+    seeds = list(target.seeds())
+    random_, taken = random.Random(name), 0
+    for seed in seeds:
+        taken += target.check(seed)
+        for _ in range(examples(CHANGES) // len(seeds)):
+            target.check(target.mutate(seed, random_))
+    assert taken > 0 or name == "handshakes"
+
+
+@each_target
+def test_earlier_findings_are_mended(name: str) -> None:
+    for path in (FINDINGS / name).glob("*"):
+        TARGETS[name].check(path.read_bytes())
+
+
+@pytest.mark.slow
+@each_target
+def test_ten_seconds_find_nothing(name: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec("atheris") is None:
+        pytest.skip("atheris has no build for this machine")
+    assert fuzz(name, seconds=10, findings=tmp_path / "findings", cache=tmp_path / "cache")
