@@ -79,7 +79,7 @@ class Bench:
     """One run of the program. `keep` gets the report after each section, so that a run that is stopped leaves it."""
 
     def __init__(
-        self, arguments: argparse.Namespace, tell: Callable[[str], None], keep: Callable[[Report], None]
+        self, arguments: argparse.Namespace, tell: Callable[[str], None], keep: Callable[[Report], object]
     ) -> None:
         self._device = Device.CUDA if arguments.device == "cuda" else Device.PSEUDO
         self._dtype: str = "bfloat16" if self._device is Device.CUDA else "float32"
