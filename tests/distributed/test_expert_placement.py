@@ -79,7 +79,7 @@ def test_slices_of_experts_are_the_same_work_for_all_and_survive_a_rank(tmp_path
     """The workload is a request at a time, for which the solver chooses slices by itself."""
     model = save_lopsided_model(tmp_path / "model")
     reference = Reference.from_directory(model)
-    manifest = write_manifest(tmp_path, model=model, max_model_len=None)
+    manifest = write_manifest(tmp_path, model=model, shares=HALVES, max_model_len=None)
     with LocalGroupProcess(manifest, home=tmp_path / "home") as group, group.client() as client, group.admin() as admin:
         first, second = admin.topology().ranks
         columns = [rank.expert_columns for rank in (first, second)]
