@@ -7,7 +7,7 @@ NATIVE := worker/hetero_worker/native/libhetero_compute.so
 export HF_HUB_OFFLINE ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install native demo test test-rest test-all test-unit test-distributed test-sanitizers fuzz test-healing test-gpu test-cluster test-e2e kubernetes bench-peers bench-peers-install bench-scaling bench-perplexity bench-engine bench-operator bench-recovery bench-exchange bench-exchange-hosts bench-prediction bench-gpu lint format type protos manifests docs chart golden verify bench base-image images check-images record-images clean
+.PHONY: help install native demo test test-rest test-all test-unit test-distributed test-sanitizers fuzz test-healing test-gpu test-cluster test-e2e kubernetes bench-peers bench-peers-install bench-scaling bench-perplexity bench-engine bench-operator bench-recovery bench-exchange bench-exchange-hosts bench-prediction bench-cuts bench-gpu lint format type protos manifests docs chart golden verify bench base-image images check-images record-images clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9-]+:.*## / {printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -154,6 +154,9 @@ bench-exchange-hosts: native ## Measure an exchange of two network namespaces, n
 bench-prediction: $(STAMP) $(NATIVE) ## Measure whether placements of two models are as fast as predicted; writes bench/results
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	$(BIN)/python -m bench.prediction
+
+bench-cuts: $(STAMP) $(NATIVE) ## Measure layers of the largest models' shapes beside llama.cpp on one GGUF file; writes bench/results
+	$(BIN)/python -m bench.cuts
 
 bench-gpu: $(STAMP) $(NATIVE) ## On a machine with an NVIDIA GPU: run tests/gpu and measure the GPU runner, in 18 minutes; writes bench/results
 	PYTHON=$(BIN)/python sh bench/gpu/check.sh tests

@@ -6,14 +6,16 @@ import copy
 import json
 import random
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from hetero_api.errors import ModelError
 
+MOST_BYTES: Final = 256 << 20
+"""Memory that reading a damaged file may take."""
 HOSTILE_VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 7, 255, 4096, 65_535, 1 << 31, (1 << 63) - 1, 1 << 64, 10**400, 0.0, -0.5, 0.5,
     1e-320, 1e200, 1e308, float("nan"), float("inf"), float("-inf"), "", "x", "0", "1e9", "../../etc/passwd", "a\0b",
@@ -91,10 +93,17 @@ def memory_limit(more_bytes: int) -> Iterator[None]:
 def survivors(read: Callable[[], object], mutate: Callable[[random.Random], str], *, seeds: range, count: int) -> int:
     """How many of `count` changes a seed can be read all the same; the others raise ModelErrors that name the file.
 
-    `mutate` writes a changed file and returns what an error must name.
+    `mutate` writes a changed file and returns what an error must name. Reading may take MOST_BYTES.
     """
+    with memory_limit(MOST_BYTES):
+        return _survivors(read, mutate, product(seeds, range(count)))
+
+
+def _survivors(
+    read: Callable[[], object], mutate: Callable[[random.Random], str], mutations: Iterable[tuple[int, int]]
+) -> int:
     loaded = 0
-    for seed, number in product(seeds, range(count)):
+    for seed, number in mutations:
         named = mutate(random.Random(f"{seed} {number}"))
         try:
             read()

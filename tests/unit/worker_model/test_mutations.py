@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,14 +27,13 @@ from hetero_worker.checkpoints.gguf_store import open_gguf
 from hetero_worker.checkpoints.safetensors_store import SafetensorsStore
 from hetero_worker.checkpoints.store import TensorSlice
 from tests.support.gguf_models import write_gguf_model
-from tests.support.mutations import memory_limit, mutated_bytes, mutated_json, survivors
+from tests.support.mutations import MOST_BYTES, memory_limit, mutated_bytes, mutated_json, survivors
 from tests.support.tiny_checkpoints import save_tiny
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(280)]
 
 COUNT: Final = 1000
 SEEDS: Final = {"first": range(1), "more": range(1, 10)}
-MOST_BYTES: Final = 256 << 20
 VARIANTS: Final = ("llama3-rope", "gemma3", "smollm3-window", "glm4-moe-grouped", "gpt-oss", "deepseek-v3-yarn")
 QUANTIZATIONS: Final[tuple[dict[str, Any], ...]] = (
     {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True, "group_size": 32,
@@ -55,12 +53,6 @@ QUANTIZATIONS: Final[tuple[dict[str, Any], ...]] = (
     {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
     {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def bounded() -> Iterator[None]:
-    with memory_limit(MOST_BYTES):
-        yield
 
 
 def _use(config: ModelConfig) -> None:
@@ -239,7 +231,7 @@ def test_the_size_of_a_group_is_bounded() -> None:
 
 
 def test_a_limit_of_memory_is_one() -> None:
-    with pytest.raises(RuntimeError, match="memory"):
+    with pytest.raises(RuntimeError, match="memory"), memory_limit(MOST_BYTES):
         torch.empty(MOST_BYTES * 2, dtype=torch.uint8)
 
 
