@@ -173,7 +173,7 @@ def test_a_directory_with_a_gguf_file_says_what_its_weights_are(tmp_path: Path) 
     _write(tmp_path / "model.gguf", {"token_embd.weight": (_blocks("Q4_0"), "Q4_0")})
     assert ModelConfig.from_directory(tmp_path).weights.vocabulary == FORMATS["Q4_0"]
     _write(tmp_path / "other.gguf", {"token_embd.weight": (_blocks("Q4_0"), "Q4_0")})
-    with pytest.raises(ModelError, match=r"several GGUF files \(model.gguf, other.gguf\)"):
+    with pytest.raises(ModelError, match=r"several models in GGUF \(model.gguf, other.gguf\)"):
         ModelConfig.from_directory(tmp_path)
 
 

@@ -939,8 +939,8 @@ def test_hello_names_the_files_that_the_weights_were_read_from(tmp_path: Path) -
     weights.write_bytes(b"the first")
     with joined(tmp_path, form=forming(LocalExchange(), LocalExchange())) as (gateway, rank):
         first = gateway.expect("hello").hello
-        gateway.tell(1, abort=ranks_pb2.Abort(reason="not yet"))
         weights.write_bytes(b"the second")
+        gateway.tell(1, abort=ranks_pb2.Abort(reason="not yet"))
         second = gateway.expect("hello").hello
         gateway.tell(2, form_group=form_message())
         gateway.expect("formed")
