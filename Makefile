@@ -70,7 +70,7 @@ kubernetes: $(STAMP) ## Find or fetch a Kubernetes control plane, kubectl and He
 	@$(BIN)/python -m tests.support.kube.provision
 
 test-cluster: kubernetes ## Run the operator's tests against a real Kubernetes API server
-	$(BIN)/pytest tests/cluster -n 3 -q $(TIER)
+	$(BIN)/pytest tests/cluster -n 4 -q $(TIER)
 
 # With KUBECONFIG set, that cluster is used as it is: its nodes pull the images (tests/e2e/site.py has the variables).
 E2E_IMAGES ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hetero/images
