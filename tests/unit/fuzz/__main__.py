@@ -48,17 +48,23 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def fuzz(name: str, *, seconds: int, findings: Path = FINDINGS, cache: Path = _CACHE) -> bool:
-    """Fuzz one target in a process of its own and print its figures; return whether nothing was found."""
+def fuzz(name: str, *, seconds: int, seed: int = 0, findings: Path = FINDINGS, cache: Path = _CACHE) -> bool:
+    """Fuzz one target in a process of its own and print its figures; return whether nothing was found.
+
+    `seed`: of the inputs, which are then the same each time; 0: others each time.
+    """
     corpus = cache / name
     corpus.mkdir(parents=True, exist_ok=True)
     (findings / name).mkdir(parents=True, exist_ok=True)
     command = [
         sys.executable, "-m", "tests.unit.fuzz", _INSIDE, name, str(corpus), f"-max_total_time={seconds}",
         f"-artifact_prefix={findings / name}/", f"-timeout={_ONE_INPUT_S}", f"-rss_limit_mb={_MOST_MIB}",
-        f"-max_len={_MOST_BYTES}", "-print_final_stats=1",
+        f"-max_len={_MOST_BYTES}", "-print_final_stats=1", f"-seed={seed}",
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, errors="replace", check=False)
+    environment = {**os.environ, "PYTHONHASHSEED": str(seed) if seed else "random"}
+    done = subprocess.run(
+        command, cwd=_ROOT, env=environment, capture_output=True, text=True, errors="replace", check=False
+    )
     executed = re.search(r"number_of_executed_units:\s*(\d+)", done.stderr)
     covered = re.findall(r"\bcov: (\d+)", done.stderr)
     print(f"{name}: {executed[1] if executed else '?'} inputs, {covered[-1] if covered else '?'} edges", flush=True)

@@ -149,7 +149,8 @@ def _moments(situation: Situation, conditions: Mapping[str, Condition]) -> Itera
         candidates.append(deadline(situation, conditions))
     if situation.answer is not None and situation.answer.group.stalled_s > 0:
         left_s = basis.spec.recovery.step_timeout_seconds - situation.answer.group.stalled_s
-        candidates.append(situation.observed.now + timedelta(seconds=left_s))
+        if left_s > 0:  # what a gateway answers may be any number
+            candidates.append(situation.observed.now + timedelta(seconds=left_s))
     yield from (moment for moment in candidates if moment is not None)
 
 

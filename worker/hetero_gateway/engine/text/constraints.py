@@ -131,7 +131,10 @@ class ConstraintCompiler:
         from llguidance import LLMatcher, LLParserLimits
 
         tokenizer = self._load_tokenizer(field_name)
-        grammar = _grammar(constraint, field_name)
+        try:
+            grammar = _grammar(constraint, field_name)
+        except ValueError as error:  # e.g. a number that the library cannot hold
+            raise InvalidRequest(field_name, _short(str(error))) from error
         prototype = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
         if prototype.is_error():
             raise InvalidRequest(field_name, _short(prototype.get_error()))
