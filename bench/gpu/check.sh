@@ -37,12 +37,12 @@ for name, least in wanted.items():
 if problems:
     sys.exit("carry wheels along: " + "; ".join(problems))
 EOF
-"$PYTHON" -m hetero_worker.native.build || echo "going on without the library: exchanges will be slower"
+[ -e worker/hetero_worker/native/libhetero_compute.so ] || "$PYTHON" -m hetero_worker.native.build || echo "going on without the library: exchanges will be slower"
 left=$((LIMIT_S - $(date +%s) + began))
 
 # -k: what does not end on SIGINT is killed before the machine's own limit.
 if [ "$stage" = tests ]; then
-    timeout -s INT -k 15 $((left - 20)) "$PYTHON" -m pytest --noconftest -c bench/gpu/pytest.ini --rootdir . -q -rfE \
+    timeout -s INT -k 15 $((left - 20)) "$PYTHON" -m pytest --noconftest -c bench/gpu/pytest.ini --rootdir . -q -rfEs \
         --durations=20 --junitxml="$results/tests.xml" tests/gpu/test_device_services.py tests/gpu/test_reference.py \
         tests/gpu/test_gpu_runner.py tests/gpu/test_mixed_group.py tests/gpu
 else

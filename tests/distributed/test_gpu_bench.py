@@ -48,15 +48,15 @@ def check(stage: str, results: Path, *options: str, limit_s: int = 200) -> subpr
 
 
 def test_the_first_call_on_hardware_runs_the_tests_and_keeps_their_results(tmp_path: Path) -> None:
-    """All of them are skipped here, by name."""
+    """All of them are skipped here, by name, and pytest says by 5 that none ran."""
     done = check("tests", tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "skipped" in done.stdout
+    assert done.returncode == 5, done.stdout + done.stderr
+    assert "SKIPPED" in done.stdout
     assert (tmp_path / "tests.xml").exists()
 
 
 def test_the_second_call_is_interrupted_in_time_and_leaves_its_table(tmp_path: Path) -> None:
-    done = check("bench", tmp_path, "--device", "cpu", "--tiny", "--cpu-ranks", "1", limit_s=45)
+    done = check("bench", tmp_path, "--device", "cpu", "--tiny", "--cpu-ranks", "1", limit_s=110)
     assert "check.sh bench: exit status" in done.stdout, done.stderr
     (file,) = tmp_path.glob("gpu-*.json")
     assert json.loads(file.read_text())["device"].startswith("HOST TENSORS, no GPU")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -25,6 +26,8 @@ from hetero_operator.reconcile.status.findings import is_pinned, local_memory_pe
 from hetero_operator.reconcile.status.pods import ExpectedPod, node_of
 from hetero_operator.reconcile.status.situation import FORMED_STATES, Situation, is_rank_ready
 from hetero_operator.reconcile.status.text import bounded, steady
+
+logger = logging.getLogger(__name__)
 
 _EXCHANGES: Final = {EXCHANGE_KIND_SHM: "shm", EXCHANGE_KIND_TCP: "tcp", EXCHANGE_KIND_GLOO: "gloo"}
 STEADY_WITHIN: Final = 0.1
@@ -54,7 +57,11 @@ def figures(situation: Situation, *, is_serving: bool) -> dict[str, Any]:
         "pools": _pools(situation, spec),
     }
     if situation.answer is not None and situation.runs:
-        reported |= _of_answer(situation, situation.answer)
+        try:
+            reported |= _of_answer(situation, situation.answer)
+        except (ValueError, OverflowError) as error:
+            name = situation.names.resource
+            logger.warning("%s: the status leaves out what the gateway answers, which cannot be so: %s", name, error)
     return reported
 
 
