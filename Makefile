@@ -7,7 +7,7 @@ NATIVE := worker/hetero_worker/native/libhetero_compute.so
 export HF_HUB_OFFLINE ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install native demo test test-rest test-all test-unit test-distributed test-sanitizers fuzz test-healing test-gpu test-cluster test-e2e kubernetes bench-peers bench-peers-install bench-scaling bench-perplexity bench-engine bench-operator bench-recovery bench-exchange bench-exchange-hosts bench-prediction bench-cuts bench-gpu lint format type protos manifests docs chart golden verify bench base-image images check-images record-images clean
+.PHONY: help install native demo test test-rest test-all test-unit test-distributed test-sanitizers fuzz test-healing test-gpu test-cuda-wheel test-cluster test-e2e kubernetes bench-peers bench-peers-install bench-scaling bench-perplexity bench-engine bench-operator bench-recovery bench-exchange bench-exchange-hosts bench-prediction bench-cuts bench-gpu lint format type protos manifests docs chart golden verify bench base-image images check-images record-images clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9-]+:.*## / {printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,14 @@ test-healing: $(STAMP) $(NATIVE) ## Kill and freeze ranks 50 times in a row unde
 test-gpu: $(STAMP) $(NATIVE) ## Run the tests that need an NVIDIA GPU; without one they are skipped, and say so
 	$(BIN)/pytest tests/gpu -q -rs
 
+CUDA_VENV := .venv-cuda
+test-cuda-wheel: $(STAMP) ## Test the process that forks ranks with a CUDA build of torch, without a driver (fetches gigabytes into .venv-cuda)
+	@test -e $(CUDA_VENV)/.installed || { $(PYTHON) -m venv $(CUDA_VENV) \
+	&& $(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt) \
+	&& $(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker]' \
+	&& touch $(CUDA_VENV)/.installed; }
+	HETERO_CUDA_PYTHON=$(CUDA_VENV)/bin/python $(BIN)/pytest tests/cuda_wheel -q -rs
+
 kubernetes: $(STAMP) ## Find or fetch a Kubernetes control plane, kubectl and Helm for the tests
 	@$(BIN)/python -m tests.support.kube.provision
 
@@ -102,17 +110,17 @@ protos: $(STAMP) ## Generate the protobuf and gRPC stubs
 manifests: $(STAMP) ## Generate the CRD from hetero_api/spec.py, and the reference page
 	$(BIN)/python -m tools.generate manifests docs
 
-docs: $(STAMP) ## Generate the reference page, the picture of the rooms and the page of models
-	$(BIN)/python -m tools.generate docs picture models planning
+docs: $(STAMP) ## Generate the reference page, the picture of the rooms, and the pages of models, planning and metrics
+	$(BIN)/python -m tools.generate docs picture models planning metrics
 
-chart: $(STAMP) ## Generate the Helm chart's schema and README from the comments in its values.yaml
-	$(BIN)/python -m tools.generate chart
+chart: $(STAMP) ## Generate the Helm chart's schema and README from the comments in its values.yaml, and its dashboards
+	$(BIN)/python -m tools.generate chart dashboards
 
 golden: $(STAMP) ## Write the golden renders of tests/unit/operator anew; read the difference before a commit
 	UPDATE_GOLDEN=1 $(BIN)/pytest tests/unit/operator/test_render_golden.py -q
 
 verify: $(STAMP) ## Fail when generated files differ from their sources
-	$(BIN)/python -m tools.generate --check protos manifests docs chart picture models planning
+	$(BIN)/python -m tools.generate --check protos manifests docs chart picture models planning metrics dashboards
 
 bench: $(STAMP) $(NATIVE) ## Measure against transformers and this machine's limits; writes bench/results
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
@@ -141,6 +149,7 @@ bench-engine: $(STAMP) $(NATIVE) ## Measure scheduler, gateway, overlap, prefix 
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	$(BIN)/python -m bench.scheduler_steps
 	$(BIN)/python -m bench.gateway_alone
+	$(BIN)/python -m bench.short_requests
 	$(BIN)/python -m bench.engine_core
 	$(BIN)/python -m bench.micro_batches
 
@@ -182,4 +191,4 @@ record-images: $(STAMP) ## Record the sizes of the images that are built, in too
 	$(BIN)/python -m tools.images sizes --record
 
 clean: ## Remove .venv and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(CUDA_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

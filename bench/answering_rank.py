@@ -91,6 +91,10 @@ class AnsweringRank:
             await self._call.write(message.SerializeToString())
 
 
+_SPEEDS = pb.DeviceSpeeds(memory_bandwidth=1e10, matmul=[pb.MatmulRate(dtype="float32", flops=1e11)])
+"""Some, which the gateway predicts from."""
+
+
 def hello(fingerprint: str) -> pb.Hello:
     return pb.Hello(
         pool="cpu",
@@ -100,7 +104,7 @@ def hello(fingerprint: str) -> pb.Hello:
         version=VERSION,
         model_fingerprint=fingerprint,
         store_address="127.0.0.1:1",
-        device=pb.DeviceReport(kind=pb.DEVICE_KIND_CPU, name="none", memory_bytes=1 << 34),
+        device=pb.DeviceReport(kind=pb.DEVICE_KIND_CPU, name="none", memory_bytes=1 << 34, speeds=_SPEEDS),
     )
 
 

@@ -73,6 +73,8 @@ class Running:
     """A gateway with its rank. `cpu_s` is processor time, so far."""
 
     address: str
+    http_address: str
+    """Empty for bare wires."""
     gateway: psutil.Process
     rank: subprocess.Popen[str]
 
@@ -140,7 +142,7 @@ def gateway(*, step_ms: float, profile: Path | None = None, bare: bool = False) 
         addresses = _wait_for(state)
         rank = stack.enter_context(_process(_rank_command(addresses["ranks"], model, step_ms), environment))
         _wait_ready(addresses["inference"])
-        yield Running(addresses["inference"], psutil.Process(addresses["pid"]), rank)
+        yield Running(addresses["inference"], addresses.get("http", ""), psutil.Process(addresses["pid"]), rank)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Writes the files that are made from others, or checks that they are up to date.
 
-    python -m tools.generate [--check] protos manifests docs chart picture models planning
+    python -m tools.generate [--check] protos manifests docs chart picture models planning metrics dashboards
 
 protos: `protos/hetero_api/v1/*.proto` → Python stubs beside them.
 manifests: `hetero_api/spec.py` and `status.py` → the CustomResourceDefinition in the chart.
@@ -9,6 +9,8 @@ chart: comments of the chart's values.yaml → its schema and README.
 picture: the packages' imports and docstrings → docs/architecture.svg.
 models: architectures and the tests' lists of them → docs/models.md.
 planning: example models, example hardware and the cost model → docs/planning.md.
+metrics: `hetero_api/metrics.py` → docs/metrics.md.
+dashboards: `tools/dashboards.py` → the chart's Grafana dashboards.
 With --check nothing is written; the exit status is 1 when a file differs, and the files are named.
 """
 
@@ -24,6 +26,8 @@ import grpc_tools
 
 from hetero_api.crd import render_crd
 from tools.chart_values import generate_chart
+from tools.dashboards import generate_dashboards
+from tools.metrics_page import generate_metrics_page
 from tools.models_page import generate_models_page
 from tools.picture import generate_picture
 from tools.planning_page import generate_planning_page
@@ -70,6 +74,8 @@ GENERATORS = {
     "picture": generate_picture,
     "models": generate_models_page,
     "planning": generate_planning_page,
+    "metrics": generate_metrics_page,
+    "dashboards": generate_dashboards,
 }
 
 

@@ -76,6 +76,27 @@ MUTANTS: Final = (
         ("tests/unit/engine/test_answer_parser.py",),
     ),
     Mutant(
+        "proposals: the draw behind a wrong token is kept, too",
+        "worker/hetero_worker/runners/running_step.py",
+        "number = num_accepted(tokens, proposed.get(slot, ())) + 1",
+        "number = min(len(tokens), num_accepted(tokens, proposed.get(slot, ())) + 2)",
+        ("tests/unit/worker_model/test_proposals.py",),
+    ),
+    Mutant(
+        "proposals: penalties do not count the proposed tokens before",
+        "worker/hetero_worker/sampling/request.py",
+        "if penalties is not None and ahead:",
+        "if False:",
+        ("tests/unit/worker_model/test_proposals.py",),
+    ),
+    Mutant(
+        "proposals: tokens behind a stop string are counted",
+        "worker/hetero_gateway/engine/output_processor.py",
+        "num_unread = update.completion.num_output_tokens - opened.num_delivered",
+        "num_unread = 0",
+        ("tests/unit/engine/test_speculation.py",),
+    ),
+    Mutant(
         "exchange: the third rank's contribution is dropped",
         "worker/hetero_worker/distributed/native_exchange.c",
         "for (uint64_t term = 2; term < num_terms; term++) {\n            const float *next",
@@ -105,6 +126,20 @@ MUTANTS: Final = (
         "if not hmac.compare_digest(signed, expected) or hello not in self._missing:",
         "if hello not in self._missing:",
         ("tests/unit/worker_rank/test_tcp_connecting.py",),
+    ),
+    Mutant(
+        "experts: a sum that comes late never comes",
+        "worker/hetero_worker/models/lending.py",
+        "            if owed:\n",
+        "            if False:\n",
+        ("tests/unit/worker_model/test_expert_deferral.py",),
+    ),
+    Mutant(
+        "experts: late are those that were chosen last, however much they count",
+        "worker/hetero_worker/layers/moe.py",
+        "by_share=bool(late)",
+        "by_share=False",
+        ("tests/unit/worker_model/test_expert_deferral.py",),
     ),
     Mutant(
         "group: ranks with other weights form a group",
@@ -189,6 +224,34 @@ MUTANTS: Final = (
         "return method not in _READS and",
         "return method in _READS and",
         ("tests/unit/operator/test_transport.py",),
+    ),
+    Mutant(
+        "operator: a folder's neighbours of the same beginning are allowed",
+        "operator/hetero_operator/reconcile/policy.py",
+        "found.is_relative_to(folder)",
+        "path.startswith(folder)",
+        ("tests/unit/operator/test_policy.py",),
+    ),
+    Mutant(
+        "operator: whoever is labelled as a gateway gets the token",
+        "operator/hetero_operator/reconciler.py",
+        "        and _is_made_by(pod, deployment)\n",
+        "",
+        ("tests/unit/operator/test_reconciler.py",),
+    ),
+    Mutant(
+        "inside: a rank sends its token before it knows the gateway",
+        "worker/hetero_worker/process/gateway_link.py",
+        "        if self._tls is None:\n            return grpc.insecure",
+        "        if True:\n            return grpc.insecure",
+        ("tests/unit/worker_rank/test_link_tls.py",),
+    ),
+    Mutant(
+        "inside: an authority signs what outlives it",
+        "operator/hetero_operator/authority.py",
+        "not_valid_after_utc > now + CERTIFICATE_LIFE]",
+        "not_valid_after_utc > now]",
+        ("tests/unit/operator/test_authority.py",),
     ),
 )
 

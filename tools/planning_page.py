@@ -32,7 +32,6 @@ WITHIN: Final = 0.3
 """Part of a published figure that a prediction may differ by before the page calls it a miss."""
 _STEP_ROWS: Final = 2048
 _MACHINES: Final = tuple(name for name in HARDWARE.names if "-" in name)
-_BITS: Final = {"weightBits": [8, 4]}
 _EPYC: Final[dict[str, Any]] = {"CPU": {"memoryBandwidth": 403e9}}
 
 
@@ -183,7 +182,6 @@ def _machine(figure: Published) -> AssumedHardware:
     kinds = data["kinds"]
     for kind, changes in (figure.changes or {}).items():
         kinds[kind].update(changes)
-    kinds["GPU"].update(_BITS)
     kinds["CPU"].update(ranks=figure.sockets)
     if not figure.has_gpu:
         del kinds["GPU"]

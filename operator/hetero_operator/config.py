@@ -6,6 +6,7 @@ The argument wins. The environment is read here and nowhere else. Errors name th
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import logging
 import os
 import re
@@ -19,7 +20,7 @@ from typing import Any, Final
 from hetero_api.contract import VERSION
 from hetero_api.program import ProgramParser
 from hetero_operator.errors import ConfigError
-from hetero_operator.reconcile.model import RenderOptions
+from hetero_operator.reconcile.model import ANY_NAME, DEFAULT_DNS, Policy, RenderOptions
 
 PROGRAM: Final = "hetero_operator"
 PREFIX: Final = "HETERO_OPERATOR_"
@@ -27,6 +28,9 @@ IMAGES: Final = "heteroinference"
 DEFAULT_LEASE: Final = "heteroinference-operator"
 
 _DNS_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_NAME_PATTERN: Final = re.compile(r"[-A-Za-z0-9*._:/@]+")
+_POD_LABEL: Final = re.compile(r"[a-z0-9][-a-z0-9]*/([-a-z0-9.]+/)?[-A-Za-z0-9_.]+=[-A-Za-z0-9_.]+")
+_FOLDER: Final = re.compile(r"/[^,'\\]*")
 _DNS_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 
 
@@ -55,6 +59,7 @@ class OperatorConfig:
     namespaces: tuple[str, ...]
     """Namespaces that are looked after; empty: all."""
     render: RenderOptions
+    policy: Policy
     lease: LeaseConfig
     host: str
     """Address that metrics and health are served at."""
@@ -74,7 +79,13 @@ class OperatorConfig:
         render = RenderOptions(
             operator_version=VERSION, operator_namespace=values["own_namespace"], **_named_alike(RenderOptions, values)
         )
-        return cls(render=render, lease=_lease(values), resync_s=values["resync_seconds"], **_named_alike(cls, values))
+        return cls(
+            render=render,
+            policy=Policy(**_named_alike(Policy, values)),
+            lease=_lease(values),
+            resync_s=values["resync_seconds"],
+            **_named_alike(cls, values),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +141,59 @@ def _namespaces(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def _folders(text: str) -> tuple[str, ...]:
+    folders = _entries(text)
+    for folder in folders:
+        if not _FOLDER.fullmatch(folder) or ".." in folder.split("/"):
+            raise ValueError(f"must be absolute paths without '..', commas between them: {folder!r} is none")
+    return folders
+
+
+def _patterns(text: str) -> tuple[str, ...]:
+    patterns = _entries(text)
+    for pattern in patterns:
+        if not _NAME_PATTERN.fullmatch(pattern):
+            raise ValueError(f"must be names with commas between them, '*' for any text: {pattern!r} is none")
+    return patterns
+
+
+def _name_servers(text: str) -> tuple[str, ...]:
+    entries = _entries(text)
+    for entry in entries:
+        if entry != ANY_NAME and not _POD_LABEL.fullmatch(entry) and not _is_network(entry):
+            raise ValueError(
+                f"must be NAMESPACE/LABEL=VALUE or CIDRs with commas between them, or *: {entry!r} is none"
+            )
+    return entries
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError:
+        return False
+    return "/" in text
+
+
+def _entries(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(entry.strip() for entry in text.split(","))) if text.strip() else ()
+
+
+def _switch(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError("must be true or false")
+    return text == "true"
+
+
+def _user_range(text: str) -> tuple[int, int] | None:
+    if not text:
+        return None
+    first, dash, last = text.partition("-")
+    if not (dash and first.isdecimal() and last.isdecimal()) or not 0 < int(first) < int(last) < 2**31:
+        raise ValueError("must be two uids above 0 that rise, such as 1000000000-1999999999")
+    return int(first), int(last)
+
+
 def _number(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], Any]:
     def parse(text: str) -> int | float:
         try:
@@ -162,7 +226,20 @@ SETTINGS: Final = (
     Setting("cpu_worker_image", _required, f"{IMAGES}/worker-cpu:{VERSION}", "image of CPU ranks"),
     Setting("gpu_worker_image", _required, f"{IMAGES}/worker-gpu:{VERSION}", "image of GPU ranks"),
     Setting("cluster_domain", _text(_DNS_NAME, "DNS domain"), "cluster.local", "DNS domain of the cluster"),
+    Setting("cluster_dns", _name_servers, ",".join(DEFAULT_DNS), "name servers that pods may ask; *: any"),
+    Setting(
+        "inside_tls", _switch, "false", "whether gateways, ranks and the operator know one another by certificates"
+    ),
     Setting("run_as_user", _number(int, 1, 2**31 - 1), "65532", "uid that gateways and ranks run as"),
+    Setting(
+        "namespace_users", _user_range, "", "FIRST-LAST: pods of each namespace get an own uid of these; none: one"
+    ),
+    Setting("allowed_host_paths", _folders, "", "folders of nodes that pods may mount, commas between; none: none"),
+    Setting("allowed_images", _patterns, ANY_NAME, "images that resources may name, commas between, * for any text"),
+    Setting("allowed_secrets", _patterns, ANY_NAME, "Secrets that resources may name, likewise"),
+    Setting("allowed_priority_classes", _patterns, ANY_NAME, "PriorityClasses that resources may name, likewise"),
+    Setting("allowed_schedulers", _patterns, ANY_NAME, "schedulers that resources may name, likewise"),
+    Setting("allowed_runtime_classes", _patterns, ANY_NAME, "RuntimeClasses that resources may name, likewise"),
     Setting("own_namespace", _text(_DNS_LABEL, "namespace"), "", "where the operator runs; none: not in a cluster"),
     Setting("identity", _text(_DNS_NAME, "name"), "", "name in the Lease, the pod's; none: one is made up"),
     Setting("lease_name", _text(_DNS_NAME, "name"), DEFAULT_LEASE, "Lease that the leader holds"),

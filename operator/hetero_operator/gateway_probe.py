@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import Final
 
 import grpc
@@ -24,6 +25,23 @@ MAX_GATEWAYS: Final = 1000
 _OPTIONS: Final = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
 
 
+@dataclass(frozen=True, slots=True)
+class InsideTls:
+    """Certificate that the operator shows a gateway, and what it wants the gateway's to be. All in PEM."""
+
+    authority: bytes
+    certificate: bytes
+    key: bytes = field(repr=False)
+    server_name: str
+    """Name that the gateway's certificate must be for."""
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Return what a channel is made with."""
+        return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
+
+
+_Peer = tuple[str, str]
+"""A gateway's address and the name that its certificate must be for, "" where it shows none."""
 _Channels = tuple[grpc.aio.Channel, grpc.aio.Channel]
 """Ways to a gateway's admin and inference ports."""
 
@@ -38,46 +56,46 @@ class GatewayProbe:
         self._inference_port = inference_port
         self._timeout_s = timeout_s
         self._at_once = asyncio.Semaphore(CONCURRENCY)
-        self._channels: OrderedDict[str, _Channels] = OrderedDict()
+        self._channels: OrderedDict[_Peer, _Channels] = OrderedDict()
 
-    async def ask(self, pod: str, address: str, token: str, *, uses_tls: bool = False) -> GatewayReport:
+    async def ask(
+        self, pod: str, address: str, token: str, *, uses_tls: bool = False, inside: InsideTls | None = None
+    ) -> GatewayReport:
         """Ask the gateway in a pod. The report's `error` is the reason when it does not answer; nothing is raised.
 
         Where the front door uses TLS, which asks for names and maybe for certificates, the admin port tells of its
-        health.
+        health. With `inside`, the token goes only to a gateway that shows a certificate of the group's own authority.
         """
+        peer = (address, inside.server_name if inside else "")
         async with self._at_once:
-            admin, inference = channels = await self._channels_to(address)
+            admin, inference = channels = await self._channels_to(peer, inside)
             topology, serving = await asyncio.gather(
                 self._topology(admin, token), self._serving(admin if uses_tls else inference)
             )
             if isinstance(topology, str) or serving is None:
-                await self._hang_up(address, channels)
+                await self._hang_up(peer, channels)
         if isinstance(topology, str):
             return GatewayReport(pod, error=topology, serving=bool(serving))
         return GatewayReport(pod, group=topology, serving=bool(serving))
 
     async def close(self) -> None:
         """Close all channels."""
-        for address, channels in list(self._channels.items()):
-            await self._hang_up(address, channels)
+        for peer, channels in list(self._channels.items()):
+            await self._hang_up(peer, channels)
 
-    async def _channels_to(self, address: str) -> _Channels:
-        channels = self._channels.get(address)
+    async def _channels_to(self, peer: _Peer, inside: InsideTls | None) -> _Channels:
+        channels = self._channels.get(peer)
         if channels is None:
-            admin, inference = (
-                grpc.aio.insecure_channel(_target(address, port), options=_OPTIONS)
-                for port in (self._admin_port, self._inference_port)
-            )
-            channels = self._channels[address] = admin, inference
-        self._channels.move_to_end(address)
+            inference = grpc.aio.insecure_channel(_target(peer[0], self._inference_port), options=_OPTIONS)
+            channels = self._channels[peer] = _admin_channel(_target(peer[0], self._admin_port), inside), inference
+        self._channels.move_to_end(peer)
         if len(self._channels) > MAX_GATEWAYS:
             await self._hang_up(*next(iter(self._channels.items())))
         return channels
 
-    async def _hang_up(self, address: str, channels: _Channels) -> None:
-        if self._channels.get(address) is channels:
-            del self._channels[address]
+    async def _hang_up(self, peer: _Peer, channels: _Channels) -> None:
+        if self._channels.get(peer) is channels:
+            del self._channels[peer]
         await asyncio.gather(*(channel.close() for channel in channels))
 
     async def _topology(self, channel: grpc.aio.Channel, token: str) -> admin_pb2.GetTopologyResponse | str:
@@ -98,6 +116,14 @@ class GatewayProbe:
         except grpc.aio.AioRpcError:
             return None
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _admin_channel(target: str, inside: InsideTls | None) -> grpc.aio.Channel:
+    if inside is None:
+        return grpc.aio.insecure_channel(target, options=_OPTIONS)
+    # The operator dials the pod's address, which no certificate knows.
+    options = (*_OPTIONS, ("grpc.ssl_target_name_override", inside.server_name))
+    return grpc.aio.secure_channel(target, inside.credentials(), options=options)
 
 
 def _target(address: str, port: int) -> str:

@@ -13,12 +13,16 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Final
 
+from opentelemetry import trace
+
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_USAGE
+from hetero_api.metrics import OperatorMetric
+from hetero_api.tracing import start_tracing
 from hetero_operator.cluster.cache import ClusterCache
 from hetero_operator.cluster.executor import PlanExecution
 from hetero_operator.cluster.fence import Fence
@@ -84,7 +88,7 @@ class Operator:
             statuses=StatusWriter(api, self.resources.store, count=metrics.status_writes.inc),
             events=self.events,
         )
-        reconciler = Reconciler(parts, config.render, plan=plan, report=report)
+        reconciler = Reconciler(parts, config.render, config.policy, plan=plan, report=report)
         self.workers = Workers(self.queue, reconciler.reconcile, metrics, count=config.workers)
         metrics.read(self._gauges(), self.cache.sizes)
 
@@ -184,16 +188,13 @@ class Operator:
         for key in list(self.resources.store.keys()):
             self._enqueue(key)
 
-    def _gauges(self) -> Mapping[str, tuple[str, Any]]:
+    def _gauges(self) -> Mapping[OperatorMetric, Callable[[], float]]:
         return {
-            "leader": ("1 while this process holds the Lease.", lambda: int(self.election.leading)),
-            "queue_depth": ("Resources that wait to be looked at.", lambda: len(self.queue)),
-            "queue_oldest_seconds": ("How long the first of them has waited.", self.queue.oldest_wait_s),
-            "resources": ("HeteroInference resources that are known.", lambda: len(self.resources.store)),
-            "resources_reconciled": (
-                "Of them, those looked at since the process began.",
-                lambda: len(self.workers.reconciled),
-            ),
+            OperatorMetric.LEADER: lambda: int(self.election.leading),
+            OperatorMetric.QUEUE_DEPTH: lambda: len(self.queue),
+            OperatorMetric.QUEUE_OLDEST: self.queue.oldest_wait_s,
+            OperatorMetric.RESOURCES: lambda: len(self.resources.store),
+            OperatorMetric.RECONCILED: lambda: len(self.workers.reconciled),
         }
 
 
@@ -206,6 +207,9 @@ def _dry_write(namespace: str) -> tuple[str, dict[str, Any]]:
 
 async def live(config: OperatorConfig) -> int:
     """Run one process. Return its exit status. Raises ConfigError."""
+    provider = start_tracing("heteroinference-operator", os.environ)
+    if provider is not None:
+        trace.set_tracer_provider(provider)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -11,14 +11,13 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from hetero_api.metrics import EXPOSITION_TYPE, OperatorMetric, exposition
 from hetero_operator.errors import ConfigError
 
-_RECONCILE_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-_WAIT_BUCKETS: Final = (0.001, 0.01, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SHUTDOWN_S: Final = 1.0
 Problems = Callable[[], Sequence[str]]
 
@@ -27,17 +26,15 @@ class OperatorMetrics:
     """Counters that are written where things happen, and gauges that are read from their owners at each scrape."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.reconciles = self._counter("reconciles", "Looks at a resource: ok, error or absent.", ["result"])
-        self.reconcile_seconds = self._histogram("reconcile_seconds", "A look at a resource.", _RECONCILE_BUCKETS)
-        self.errors = self._counter("reconcile_errors", "Looks that did not do all they wanted, by reason.", ["reason"])
-        self.retries = self._counter("queue_retries", "Resources put back into the queue because something failed.")
-        self.queue_seconds = self._histogram("queue_seconds", "A resource's wait in the queue.", _WAIT_BUCKETS)
-        self.calls = self._counter("api_requests", "Calls of the Kubernetes API, by verb and code.", ["verb", "code"])
-        self.restarts = self._counter(
-            "watch_restarts", "Watches started again, by kind and reason.", ["kind", "reason"]
-        )
-        self.status_writes = self._counter("status_writes", "Statuses written.")
+        registry = self.registry = CollectorRegistry()
+        self.reconciles = OperatorMetric.RECONCILES.value.new_counter(registry)
+        self.reconcile_seconds = OperatorMetric.RECONCILE_TIME.value.new_histogram(registry)
+        self.errors = OperatorMetric.ERRORS.value.new_counter(registry)
+        self.retries = OperatorMetric.RETRIES.value.new_counter(registry)
+        self.queue_seconds = OperatorMetric.QUEUE_TIME.value.new_histogram(registry)
+        self.calls = OperatorMetric.API_CALLS.value.new_counter(registry)
+        self.restarts = OperatorMetric.WATCH_RESTARTS.value.new_counter(registry)
+        self.status_writes = OperatorMetric.STATUS_WRITES.value.new_counter(registry)
 
     def count_call(self, verb: str, code: str) -> None:
         """Count a call of the Kubernetes API."""
@@ -48,22 +45,16 @@ class OperatorMetrics:
         self.restarts.labels(kind, reason).inc()
 
     def read(
-        self, gauges: Mapping[str, tuple[str, Callable[[], float]]], objects: Callable[[], Mapping[str, int]]
+        self, gauges: Mapping[OperatorMetric, Callable[[], float]], objects: Callable[[], Mapping[str, int]]
     ) -> None:
-        """Register gauges by name, each with its help; `objects` returns the objects in memory, by kind."""
-        for name, (text, read) in gauges.items():
-            Gauge(f"hetero_operator_{name}", text, registry=self.registry).set_function(read)
+        """Register gauges, each read at every scrape; `objects` returns the objects in memory, by kind."""
+        for metric, read in gauges.items():
+            metric.value.new_gauge(self.registry).set_function(read)
         self.registry.register(_CachedObjects(objects))
 
     def text(self) -> bytes:
         """Return the answer to a scrape."""
-        return generate_latest(self.registry)
-
-    def _counter(self, name: str, text: str, labels: list[str] | None = None) -> Counter:
-        return Counter(f"hetero_operator_{name}", text, labels or [], registry=self.registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"hetero_operator_{name}", text, buckets=buckets, registry=self.registry)
+        return exposition(self.registry)
 
 
 class _CachedObjects(Collector):
@@ -72,10 +63,7 @@ class _CachedObjects(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the numbers of objects in memory."""
-        family = GaugeMetricFamily("hetero_operator_cached_objects", "Objects in memory, by kind.", labels=["kind"])
-        for kind, count in self._objects().items():
-            family.add_metric([kind], count)
-        yield family
+        yield OperatorMetric.CACHED.value.family(*(([kind], count) for kind, count in self._objects().items()))
 
 
 class HttpServer:
@@ -114,7 +102,7 @@ class HttpServer:
             raise ConfigError(f"{host}:{port} cannot be listened at: {error.strerror}") from error
 
     async def _scrape(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        return web.Response(body=self._metrics(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        return web.Response(body=self._metrics(), headers={"Content-Type": EXPOSITION_TYPE})
 
 
 def _verdict(problems: Problems) -> Callable[[web.Request], Awaitable[web.Response]]:

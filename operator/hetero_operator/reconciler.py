@@ -8,6 +8,7 @@ to do, and only then is the status reported.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ from hetero_operator.cluster.reporting import EventRecorder, StatusWriter
 from hetero_operator.cluster.resources import Resources
 from hetero_operator.cluster.store import Key
 from hetero_operator.errors import Conflict, NotFound, OverBudget
-from hetero_operator.gateway_probe import GatewayProbe
-from hetero_operator.reconcile.inventory import is_leaving, label_of
+from hetero_operator.gateway_probe import GatewayProbe, InsideTls
+from hetero_operator.reconcile.inventory import DEPLOYMENT, is_leaving, is_owned_by, label_of, ordinal_of
+from hetero_operator.reconcile.manifests.containers import INSIDE_VOLUME
 from hetero_operator.reconcile.model import (
     FailureKind,
     GatewayReport,
@@ -33,11 +35,13 @@ from hetero_operator.reconcile.model import (
     Observed,
     Outcome,
     Plan,
+    Policy,
     RenderOptions,
     Report,
     Transition,
     WriteFailure,
 )
+from hetero_operator.reconcile.names import Names
 from hetero_operator.reconcile.status.pods import condition, node_of, status_of
 from hetero_operator.reconcile.status.text import parsed_time
 from hetero_operator.timing import now_utc
@@ -97,6 +101,7 @@ class Reconciler:
         self,
         parts: Collaborators,
         options: RenderOptions,
+        policy: Policy,
         *,
         plan: Planner,
         report: Reporter,
@@ -104,6 +109,7 @@ class Reconciler:
     ) -> None:
         self._parts = parts
         self._options = options
+        self._policy = policy
         self._plan = plan
         self._report = report
         self._clock = clock
@@ -171,6 +177,7 @@ class Reconciler:
         waiting = {item["metadata"]["uid"]: _age_s(item, now) for item in (*_silent(pods), *_incomplete(owned, pods))}
         doubt = any(age_s > PATIENCE_S for age_s in waiting.values())
         secrets = await parts.secrets.secrets_of(key, [*owned, *pods], doubt=doubt)
+        gateways = await self._ask_gateways(key, resource, owned, pods)
         return Observed(
             resource=resource,
             owned=[*owned, *secrets],
@@ -178,27 +185,69 @@ class Reconciler:
             now=now,
             capabilities=parts.cache.capabilities,
             options=self._options,
+            policy=self._policy,
             nodes=await parts.nodes.named(_nodes_in_question(pods, now)),
             pod_events=parts.warnings.about(key, waiting),
-            gateway=await self._ask_gateway(key, resource, pods),
+            gateway=gateways.pop(0, None),
+            gateways=gateways,
         )
 
-    async def _ask_gateway(self, key: Key, resource: Object, pods: Sequence[Object]) -> GatewayReport | None:
-        gateway = _serving_gateway(pods)
-        if gateway is None:
-            return None
+    async def _ask_gateways(
+        self, key: Key, resource: Object, owned: Sequence[Object], pods: Sequence[Object]
+    ) -> dict[int, GatewayReport]:
+        """Return the reports of the replicas' gateways that have an address, by ordinal."""
+        deployments = _gateway_deployments(resource, owned)
+        asked = {
+            ordinal: self._ask_gateway(key, resource, deployment, gateway)
+            for ordinal, deployment in deployments.items()
+            if (gateway := _serving_gateway(pods, deployment)) is not None
+        }
+        return dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
+
+    async def _ask_gateway(self, key: Key, resource: Object, deployment: Object, gateway: Object) -> GatewayReport:
         name, address = gateway["metadata"]["name"], gateway["status"]["podIP"]
-        token = await self._parts.secrets.admin_token(key, label_of(gateway, LABEL_REVISION))
+        revision, secrets, inside = label_of(gateway, LABEL_REVISION), self._parts.secrets, None
+        names = Names(key.name, ordinal_of(deployment))
+        if _knows_certificates(deployment):
+            found = await secrets.operator_certificate(key, revision, ordinal=names.ordinal)
+            if found is None:
+                return GatewayReport(name, error=f"Secret {names.inside_secret(revision)} is not there yet")
+            inside = InsideTls(*found, server_name=f"{names.gateway}.{key.namespace}.svc")
+        token = await secrets.admin_token(key, revision, ordinal=names.ordinal)
         uses_tls = bool((resource["spec"].get("gateway") or {}).get("tls"))
-        return await self._parts.gateways.ask(name, address, token, uses_tls=uses_tls)
+        return await self._parts.gateways.ask(name, address, token, uses_tls=uses_tls, inside=inside)
 
 
-def _serving_gateway(pods: Sequence[Object]) -> Object | None:
-    """Return the youngest gateway pod that has an address and runs, None if there is none."""
+def _gateway_deployments(resource: Object, owned: Sequence[Object]) -> dict[int, Object]:
+    """Return the Deployments of its own that make the resource's gateways, by the ordinals of replicas."""
+    name, uid = resource["metadata"]["name"], resource["metadata"]["uid"]
+    own = {ordinal_of(item): item for item in owned if item["kind"] == DEPLOYMENT and is_owned_by(item, uid)}
+    return {ordinal: item for ordinal, item in own.items() if item["metadata"]["name"] == Names(name, ordinal).gateway}
+
+
+def _knows_certificates(deployment: Object) -> bool:
+    """Return whether gateways of a Deployment know the operator by its certificate."""
+    volumes = deployment["spec"]["template"]["spec"].get("volumes") or ()
+    return any(volume["name"] == INSIDE_VOLUME for volume in volumes)
+
+
+def _is_made_by(pod: Object, deployment: Object) -> bool:
+    """Return whether a ReplicaSet of a Deployment controls a pod, as its name says: NAME-HASH.
+
+    Anybody may label a pod as a gateway; the token is for gateways that the operator had made.
+    """
+    references = pod["metadata"].get("ownerReferences") or ()
+    names = [item["name"] for item in references if item.get("controller") and item["kind"] == "ReplicaSet"]
+    return [name.rpartition("-")[0] for name in names] == [deployment["metadata"]["name"]]
+
+
+def _serving_gateway(pods: Sequence[Object], deployment: Object) -> Object | None:
+    """Return the youngest gateway pod of a Deployment that has an address and runs, None if there is none."""
     found = [
         pod
         for pod in pods
         if label_of(pod, LABEL_ROLE) == ROLE_GATEWAY
+        and _is_made_by(pod, deployment)
         and not is_leaving(pod)
         and status_of(pod).get("podIP")
         and status_of(pod).get("phase") == "Running"
@@ -234,9 +283,13 @@ def _incomplete(owned: Sequence[Object], pods: Sequence[Object]) -> Iterator[Obj
     """Yield StatefulSets that have fewer pods than they should."""
     for item in owned:
         if item["kind"] == "StatefulSet":
-            there = sum(label_of(pod, LABEL_POOL) == label_of(item, LABEL_POOL) for pod in pods)
+            there = sum(_pool_of(pod) == _pool_of(item) for pod in pods)
             if there < int(item["spec"].get("replicas", 1)):
                 yield item
+
+
+def _pool_of(item: Object) -> tuple[int, str]:
+    return ordinal_of(item), label_of(item, LABEL_POOL)
 
 
 def _age_s(item: Object, now: datetime) -> float:

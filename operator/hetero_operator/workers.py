@@ -20,6 +20,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Final, Generic, TypeVar
 
+from opentelemetry import trace
+
 from hetero_operator.cluster.store import Key
 from hetero_operator.errors import ApiError, NotLeading, OverBudget
 from hetero_operator.monitoring import OperatorMetrics
@@ -38,6 +40,15 @@ LASTING: Final = Backoff(first_s=1.0, cap_s=300.0)
 K = TypeVar("K", bound=Hashable)
 HURRIED_PAUSE_S: Final = 1.0
 """Least pause between two looks at a key that fails, however much changes."""
+
+
+_TRACER: Final = trace.get_tracer("hetero_operator")
+"""Makes no spans until `main` sets a provider."""
+
+
+def _attributes(key: Key) -> dict[str, str]:
+    namespace, name = key
+    return {"k8s.namespace.name": namespace, "heteroinference.name": name}
 
 
 class Workers:
@@ -79,8 +90,9 @@ class Workers:
     async def _look(self, key: Key) -> None:
         begin = time.monotonic()
         try:
-            async with asyncio.timeout(LOOK_TIMEOUT_S):
-                verdict = await self._reconcile(key)
+            with _TRACER.start_as_current_span("reconcile", attributes=_attributes(key)):
+                async with asyncio.timeout(LOOK_TIMEOUT_S):
+                    verdict = await self._reconcile(key)
         except NotLeading:
             # The workers are about to be stopped, and the next leader looks at everything.
             self._queue.add_after(key, 1.0)

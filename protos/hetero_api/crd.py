@@ -24,7 +24,8 @@ RULES_KEY: Final = "x-kubernetes-validations"
 _KEPT: Final = (
     "description", "type", "enum", "default", "pattern", "minLength", "maxLength", "minimum", "exclusiveMinimum",
     "maximum", "exclusiveMaximum", "minItems", "maxItems", "maxProperties", "required", "properties", "items",
-    "additionalProperties", "x-kubernetes-list-type", "x-kubernetes-list-map-keys", RULES_KEY,
+    "additionalProperties", "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
+    "x-kubernetes-preserve-unknown-fields", RULES_KEY,
 )  # fmt: skip
 """Keywords that a structural schema knows, in the order in which they are written."""
 _HEADER: Final = "# Generated from protos/hetero_api/spec.py and status.py by `make manifests`. Do not edit.\n"

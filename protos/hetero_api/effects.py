@@ -61,6 +61,9 @@ EFFECTS: Final[Mapping[str, Effect]] = {
     "monitoring": Effect.NONE,
     "suspend": Effect.NONE,
     "replicas": Effect.NONE,
+    "rollout": Effect.NONE,
+    "idle": Effect.GATEWAY,
+    "idle.responder": Effect.NONE,
 }
 
 

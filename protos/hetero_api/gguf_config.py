@@ -23,6 +23,7 @@ _WINDOW_PATTERN: Final = "attention.sliding_window_pattern"
 _RECURRENT: Final = "attention.recurrent_layers"
 _KV_HEADS: Final = "attention.head_count_kv"
 _MLP_WIDTH: Final = "feed_forward_length"
+_LAYER_INPUTS: Final = "per_layer_token_embd.weight"
 _KV_READERS: Final = "attention.shared_kv_layers"
 CONFIG_LISTS: Final = (
     _TOKENS,
@@ -248,6 +249,7 @@ def _gemma4(found: GgufMetadata) -> dict[str, Any]:
     others = [layer for layer, slid in enumerate(slides) if not slid]
     kv = _kv_heads(found, found.whole("attention.head_count"), slides=False)
     widths = found.listed(_MLP_WIDTH) or ()
+    inputs = found.header.tensors.get(_LAYER_INPUTS)
     return {
         "layer_types": ["sliding_attention" if slid else "full_attention" for slid in slides],
         "sliding_window": found.whole("attention.sliding_window"),
@@ -256,6 +258,7 @@ def _gemma4(found: GgufMetadata) -> dict[str, Any]:
         "attention_k_eq_v": bool(others) and not found.has(f"blk.{others[0]}.attn_v.weight"),
         "final_logit_softcapping": found.find("final_logit_softcapping"),
         "hidden_size_per_layer_input": found.whole("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": inputs.shape[0] if inputs and inputs.shape else None,
         "num_kv_shared_layers": found.whole(_KV_READERS, 0),
         "use_double_wide_mlp": len(set(widths)) > 1,
         "rope_parameters": {

@@ -159,9 +159,6 @@ def _known_fields(location: list[int | str], root: type[BaseModel]) -> list[str]
     return [field.alias or name for name, field in model.model_fields.items()]
 
 
-NOT_YET: Final = "this version does not support it yet"
-
-
 def find_unserved(spec: HeteroInferenceSpec) -> list[str]:
     """Return every problem, `path: message` each, for which a gateway would refuse to start with this spec."""
     return [*_unsupported(spec), *_share_problems(spec)]
@@ -185,13 +182,10 @@ def _problems(path: str, old: SpecModel, new: SpecModel) -> list[str]:
 
 def _unsupported(spec: HeteroInferenceSpec) -> list[str]:
     problems = []
-    if spec.model.dtype == DType.FLOAT16:
-        problems.append(f"spec.model.dtype: float16: {NOT_YET}; use bfloat16, float32 or auto")
-    cached, computed = spec.kv_cache_dtype_in_force, spec.dtype_in_force
-    if cached != computed and any(pool.type == PoolType.GPU for pool in spec.pools):
+    if spec.model.dtype == DType.FLOAT16 and any(pool.type == PoolType.CPU for pool in spec.pools):
         problems.append(
-            f"spec.engine.kvCacheDtype: {cached}, but GPU ranks cache keys and values as they compute, in {computed}; "
-            "leave it out, or set spec.model.dtype"
+            "spec.model.dtype: float16: CPU ranks do not compute in float16, and there are CPU pools; use bfloat16, "
+            "float32 or auto"
         )
     if spec.gateway.tls_secret_name is not None:
         problems.append("spec.gateway.tlsSecretName: spec.gateway.tls.secretName took its place; move the name there")

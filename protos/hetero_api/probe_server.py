@@ -14,7 +14,9 @@ from threading import Lock, Thread
 from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry
+
+from hetero_api.metrics import EXPOSITION_TYPE, exposition
 
 Probe = Callable[[], str]
 """Function that returns the problem, "" if there is none."""
@@ -115,16 +117,15 @@ class _Handler(WSGIRequestHandler):
 def _application(
     probes: Mapping[str, Probe], registry: CollectorRegistry, scrape_refusal: ScrapeRefusal
 ) -> _Application:
-    metrics = make_wsgi_app(registry)
-
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         path = environ["PATH_INFO"]
         refusal = scrape_refusal(environ.get("HTTP_AUTHORIZATION", "")) if path == "/metrics" else None
         if refusal is not None:
             status, text = refusal
         elif path == "/metrics":
-            scraped: Iterable[bytes] = metrics(environ, start_response)
-            return scraped
+            scrape = exposition(registry)  # before the status: it may fail
+            start_response("200 OK", [("Content-Type", EXPOSITION_TYPE)])
+            return [scrape]
         elif path not in probes:
             status, text = "404 Not Found", f"there is {', '.join(sorted([*probes, '/metrics']))}"
         else:

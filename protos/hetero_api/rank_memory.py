@@ -168,6 +168,10 @@ class ModelMemory:
         biases = (2 * experts.intermediate_size + hidden) * self.element_bytes if experts.biased else 0
         return self.kept.expert_bytes(hidden=hidden, width=experts.intermediate_size) + biases
 
+    def arriving_expert(self, shard: RankShard) -> int:
+        """Return the bytes to keep for one expert that is read while steps go on; 0 for a rank without experts."""
+        return self.expert_weights if any(layer.experts.size for layer in shard.layers) else 0
+
     def experts_weights(self, layer: LayerShard) -> int:
         """Return the bytes of the experts that a rank holds of a layer, whole or in slices."""
         experts, columns = self.config.experts, layer.expert_columns.size

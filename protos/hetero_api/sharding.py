@@ -182,6 +182,11 @@ class ShardPlan:
             stages.append(Stage(ranks, holders, layers[0], layers[-1] + 1))
         return tuple(stages)
 
+    def deferring_layers(self, rank: int) -> tuple[int, ...]:
+        """Layers whose experts' sums the rank can return a layer late: where it helps, but in a stage's last layer."""
+        helped = (range(stage.begin, stage.end - 1) for stage in self.stages() if rank in stage.helpers)
+        return tuple(i for layers in helped for i in layers if self.ranks[rank].layers[i].experts.size)
+
     def _roles(self, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return self.layer_owners(layer), self.attention_owners(layer)
 
@@ -264,6 +269,21 @@ class ShardPlan:
             tuple(_rank_from_proto(rank) for rank in message.ranks),
             tuple(tuple(order.experts) for order in message.expert_orders),
         )
+
+
+def deferral_problem(config: ModelConfig, number: int) -> str:
+    """Return why sums of so many of a token's experts cannot come a layer late; empty if they can."""
+    field, experts = f"spec.engine.expertDeferral: {number}", config.experts
+    if experts is None:
+        return f"{field}, but the model has no experts; leave it out"
+    if config.norms.sums or experts.norms is not None:
+        return f"{field}, but the model norms sums of experts, which must be whole for that; leave it out"
+    if number >= experts.per_token:
+        most = experts.per_token - 1
+        return (
+            f"{field} of the {experts.per_token} experts of a token, one of which must not be late; use {most} at most"
+        )
+    return ""
 
 
 def ranges_of_counts(counts: Sequence[int]) -> tuple[UnitRange, ...]:

@@ -15,17 +15,21 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from hetero_api.contract import API_VERSION, GROUP, HTTP_PORT, INFERENCE_PORT, KIND
 from hetero_api.spec_access import AuthSpec, KeysSecretRef, TlsSpec
 from hetero_api.spec_cluster import (
+    MAX_REPLICAS,
     DisruptionBudgetSpec,
     ImagesSpec,
     MonitoringSpec,
     NetworkPolicySpec,
     PodMetadataSpec,
     ResourcesSpec,
+    RolloutSpec,
     SchedulingSpec,
     leaves_ours_alone,
 )
 from hetero_api.spec_http import HttpSpec
+from hetero_api.spec_idle import IdleSpec
 from hetero_api.spec_model import DType, ModelSpec, SecretKeyRef
+from hetero_api.spec_pods import PodPatch, Variables, Volumes, leaves_our_variables
 from hetero_api.spec_pools import MAX_RANKS, Pools, PoolSpec, PoolType
 from hetero_api.spec_topology import ONE_POD_RULES, Colocation, GroupTopologySpec
 from hetero_api.spec_types import (
@@ -208,6 +212,27 @@ class SamplingDefaults(SpecEnum):
     NONE = "None"
 
 
+class SpeculationKind(SpecEnum):
+    """Way to propose tokens."""
+
+    AUTO = "Auto"
+    NONE = "None"
+    NGRAM = "NGram"
+
+
+class SpeculativeSpec(SpecModel):
+    """Tokens that are proposed, so that one step may give a request several."""
+
+    kind: Annotated[SpeculationKind, spelled(SpeculationKind)] = SpeculationKind.NONE
+    """None: nothing is proposed. NGram: what followed the last few tokens where they stood before, in the prompt, in
+    the output or in recent outputs of the same tenant. Auto: the same, but only while measurements of this group
+    promise more tokens per second than without; and nothing for a model that keeps states of sequences, which NGram
+    refuses.
+    """
+    max_tokens: Annotated[int, Field(ge=1, le=16)] = 8
+    """Most tokens that are proposed to a request in a step. They count among maxNumSeqs and maxNumBatchedTokens."""
+
+
 class EngineSpec(SpecModel):
     """Bounds and sizes of the engine."""
 
@@ -226,8 +251,8 @@ class EngineSpec(SpecModel):
     kv_cache_memory_bytes: Bytes | None = None
     """KV cache a rank, e.g. 4Gi. Default: what memory leaves after the weights."""
     kv_cache_dtype: Annotated[DType, spelled(DType)] = DType.AUTO
-    """Type of cached keys and values. auto: that of the arithmetic (model.dtype). CPU ranks compute over a cache of
-    bfloat16 or float16 in float32, too, in half the memory; GPU ranks keep the type of the arithmetic.
+    """Type of cached keys and values. auto: that of the arithmetic (model.dtype). Ranks compute in float32 over a
+    cache of bfloat16 or float16, too, in half the memory.
     """
     enable_prefix_caching: bool = True
     """Reuse KV blocks of equal prefixes."""
@@ -240,9 +265,19 @@ class EngineSpec(SpecModel):
     whether its prompt is computed whole, in chunks or found in the cache. It takes more time, on GPUs needs Triton, and
     leaves experts where they are (placement.rebalanceExperts).
     """
+    expert_deferral: Annotated[int, Field(ge=0, le=64)] = 0
+    """Number of a token's chosen experts, those with the least weights, whose result from CPU ranks is added one layer
+    later: CPU ranks then compute while GPU ranks go on. The model is another one then, and its texts differ
+    (docs/using.md). 0: none. It must leave a token one expert at least.
+    """
     sampling_defaults: Annotated[SamplingDefaults, spelled(SamplingDefaults)] = SamplingDefaults.MODEL
     """Model: where a request leaves out temperature, topK, topP, minP or a repetition penalty, the model's own
     generation_config.json counts, if it names one. None: temperature 1, and nothing else.
+    """
+    speculative: SpeculativeSpec = SpeculativeSpec()
+    """Tokens that are proposed to the model, so that one step may give a request several. A request gets the tokens
+    that it would get without, where its numbers do not depend on what else is computed: on CPU ranks with native
+    kernels, and with batchInvariant. Elsewhere rounding may decide a near tie otherwise.
     """
 
 
@@ -272,6 +307,8 @@ class ServiceSpec(SpecModel):
 class GatewaySpec(SpecModel):
     """The front door."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (leaves_our_variables("env"),)
+
     service: ServiceSpec = ServiceSpec()
     """How clients reach it."""
     http: HttpSpec = HttpSpec()
@@ -290,6 +327,12 @@ class GatewaySpec(SpecModel):
     """Resources of the gateway's container."""
     drain_timeout_seconds: Annotated[int, Field(ge=0, le=3600)] = 60
     """How long a stopping gateway lets requests in flight finish."""
+    env: Variables | None = None
+    """Environment variables of the gateway, e.g. HTTPS_PROXY."""
+    volumes: Volumes | None = None
+    """Volumes in its pod, e.g. certificates."""
+    pod_template: PodPatch | None = None
+    """Patch of its pod (metadata and spec), merged last; what comes out must still be a pod of the operator's."""
 
     def without_files(self, *, keys: object, tls: object, client_ca: object) -> list[str]:
         """Return the fields below spec.gateway that name a Secret for which no file is given."""
@@ -349,6 +392,17 @@ class HeteroInferenceSpec(SpecModel):
                 spec.placement.mode != PlacementMode.GPU_ONLY or any(pool.type == PoolType.GPU for pool in spec.pools)
             ),
         ),
+        Rule(
+            "engine.expertDeferral",
+            "self.engine.expertDeferral == 0 || (self.pools.exists(pool, pool.type == 'GPU') && "
+            "self.pools.exists(pool, pool.type == 'CPU') && self.placement.mode != 'GpuOnly')",
+            "defers what CPU ranks compute for GPU ranks: it needs pools of both types, and not the "
+            "placement.mode GpuOnly; else leave it out",
+            lambda spec: (
+                not spec.engine.expert_deferral
+                or (len({pool.type for pool in spec.pools}) > 1 and spec.placement.mode != PlacementMode.GPU_ONLY)
+            ),
+        ),
         *ONE_POD_RULES,
     )
     transitions: ClassVar[tuple[TransitionRule, ...]] = (
@@ -393,8 +447,14 @@ class HeteroInferenceSpec(SpecModel):
     """Objects for Prometheus."""
     suspend: bool = False
     """true: keep the resource and what it owns, run no pods."""
-    replicas: Annotated[int, Field(ge=0, le=1)] = 1
-    """1, or 0 for no pods; `kubectl scale` sets it."""
+    replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 1
+    """Groups of a gateway and its ranks, each with the whole model, behind one Service; 0 for no pods. `kubectl scale`
+    and autoscalers set it. One machine (`hetero up`) runs one.
+    """
+    rollout: RolloutSpec = RolloutSpec()
+    """How a changed spec reaches the replicas."""
+    idle: IdleSpec = IdleSpec()
+    """Behaviour while there are no requests, or no replicas."""
 
     @property
     def world_size(self) -> int:

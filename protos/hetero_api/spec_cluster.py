@@ -34,6 +34,8 @@ from hetero_api.spec_types import (
 OWN_PREFIXES: Final = (f"{GROUP}/", "app.kubernetes.io/")
 """Labels and annotations that begin so are the operator's."""
 
+MAX_REPLICAS: Final = 32
+"""Most replicas of a resource, and most that a roll-out adds."""
 PAGE_BYTES: Final = {"2Mi": 2 * 2**20, "1Gi": 2**30}
 """Bytes of a huge page, by its size as text."""
 
@@ -142,6 +144,15 @@ class TopologySpec(SpecModel):
     """Required: all ranks in one domain, or none starts. Preferred: where possible."""
 
 
+class ReplicaSpreadSpec(SpecModel):
+    """Keeps the ranks of different replicas apart."""
+
+    key: LabelKey
+    """Node label whose value names the domain, e.g. topology.kubernetes.io/zone."""
+    policy: Annotated[SpreadPolicy, spelled(SpreadPolicy)] = SpreadPolicy.PREFERRED
+    """Required: no domain has ranks of two replicas. Preferred: where possible."""
+
+
 class GangSpec(SpecModel):
     """Hands the group to a scheduler that starts all pods or none."""
 
@@ -175,8 +186,48 @@ class SchedulingSpec(SpecModel):
     """Taints that all pods tolerate."""
     topology: TopologySpec | None = None
     """Keeps the ranks of all pools in one domain of nodes."""
+    replica_spread: ReplicaSpreadSpec | None = None
+    """Keeps replicas in different domains of nodes."""
     gang: GangSpec = GangSpec()
     """Starts all pods at once, or none."""
+
+
+class RolloutStrategy(SpecEnum):
+    """Way of a changed spec to the replicas."""
+
+    ROLLING_UPDATE = "RollingUpdate"
+    RECREATE = "Recreate"
+
+
+class RolloutSpec(SpecModel):
+    """How a changed spec reaches the replicas."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "maxUnavailable",
+            "self.strategy != 'RollingUpdate' || self.maxUnavailable + self.maxSurge > 0",
+            "must be more than 0 where maxSurge is 0",
+            lambda rollout: (
+                rollout.strategy != RolloutStrategy.ROLLING_UPDATE or rollout.max_unavailable + rollout.max_surge > 0
+            ),
+        ),
+    )
+
+    strategy: Annotated[RolloutStrategy, spelled(RolloutStrategy)] = RolloutStrategy.ROLLING_UPDATE
+    """RollingUpdate: replica by replica; the next one makes way when the last one serves, so a spec that does not work
+    stops at the first. Recreate: all replicas at once.
+    """
+    max_unavailable: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 1
+    """RollingUpdate: replicas that may make way at a time."""
+    max_surge: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 0
+    """RollingUpdate: further replicas that come first, with the changed spec, and leave last. With maxUnavailable 0 as
+    many as asked for serve all the time, where nodes have room for more.
+    """
+
+    @property
+    def surge(self) -> int:
+        """Further replicas in force."""
+        return self.max_surge if self.strategy == RolloutStrategy.ROLLING_UPDATE else 0
 
 
 class ResourcesSpec(SpecModel):
@@ -252,6 +303,10 @@ class NetworkPolicySpec(SpecModel):
     clients_from: Annotated[ClientSource, spelled(ClientSource)] | None = None
     """Where clients of the gateway's doors may be. Namespace: pods of the resource's namespace. All: anywhere, which
     needs gateway.auth. Default: Namespace, or All where gateway.service.type is NodePort or LoadBalancer.
+    """
+    metrics_from: Annotated[list[ShortObjectName], Field(max_length=16)] = Field(default_factory=list)
+    """Namespaces whose pods may scrape metrics of gateway and ranks, e.g. [monitoring]. Before Kubernetes 1.21 they
+    need the label kubernetes.io/metadata.name. Default: anyone may. Probes of a node's kubelet are always let in.
     """
     allow_model_egress: bool = True
     """Let pods fetch an hf:// model: port 443 of any address. Unused by other models."""

@@ -167,7 +167,7 @@ class ModelSpec(SpecModel):
     ] = None
     """Branch, tag or commit of an hf:// model. Default: main."""
     dtype: Annotated[DType, spelled(DType)] = DType.AUTO
-    """Arithmetic type. auto: bfloat16 on GPUs, float32 where only CPUs take part."""
+    """Arithmetic type. auto: bfloat16 on GPUs, float32 where only CPUs take part. float16: on GPUs only."""
     quantization: Annotated[Quantization, spelled(Quantization)] = Quantization.NONE
     """Format that weights of an unquantised checkpoint get as they are loaded. none: they stay as the checkpoint
     has them, also where that is quantised (GGUF, AWQ, GPTQ, compressed-tensors).

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field
 
 from hetero_api.host.topology import NumaPolicy
 from hetero_api.spec_cluster import HugepagesSpec, NumaClaimSpec, PoolScheduling
+from hetero_api.spec_pods import PodPatch, Variables, Volumes, leaves_our_variables
 from hetero_api.spec_types import (
     Bytes,
     ExtendedResource,
@@ -125,6 +126,7 @@ class PoolSpec(SpecModel):
             "must be a multiple of ranksPerPod",
             lambda pool: pool.ranks % pool.ranks_per_pod == 0,
         ),
+        leaves_our_variables("env"),
     )
     transitions: ClassVar[tuple[TransitionRule, ...]] = (
         TransitionRule(
@@ -155,6 +157,12 @@ class PoolSpec(SpecModel):
     """
     scheduling: PoolScheduling = PoolScheduling()
     """Where this pool's pods may run."""
+    env: Variables | None = None
+    """Environment variables of its ranks, e.g. HTTPS_PROXY or NCCL_DEBUG."""
+    volumes: Volumes | None = None
+    """Volumes in its pods, e.g. certificates."""
+    pod_template: PodPatch | None = None
+    """Patch of its pods (metadata and spec), merged last; what comes out must still be a pod of the operator's."""
 
     @property
     def cpu_or_default(self) -> CpuSpec:

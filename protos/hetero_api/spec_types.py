@@ -36,7 +36,8 @@ from hetero_api import quantity
 
 MAX_NAME_LENGTH: Final = 40
 MAX_POOL_NAME_LENGTH: Final = 11
-"""With MAX_NAME_LENGTH and a hyphen 52: a StatefulSet's name plus its revision hash must fit a label of 63."""
+MAX_WORKLOAD_NAME_LENGTH: Final = MAX_NAME_LENGTH + 1 + MAX_POOL_NAME_LENGTH
+"""A StatefulSet's name plus its revision hash must fit a label of 63."""
 MAX_QUANTITY_LENGTH: Final = 20
 FORM_KEY: Final = "x-form"
 """Keyword of JSON schemas with what a pattern means in words; the CRD leaves it out."""

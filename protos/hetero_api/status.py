@@ -15,6 +15,7 @@ from pydantic.config import JsonDict
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from hetero_api.spec_cluster import MAX_REPLICAS
 from hetero_api.spec_pools import MAX_POOLS, MAX_RANKS
 from hetero_api.spec_types import described
 
@@ -216,15 +217,46 @@ class RestartsStatus(_Status):
     """Restarts that the count includes, one entry a pod."""
 
 
+class GroupStatus(_Status):
+    """One of several replicas: a gateway and its ranks."""
+
+    ordinal: Annotated[int, Field(ge=0)]
+    """Its number, which its objects' names have."""
+    updated: bool = False
+    """Whether it has the spec as written."""
+    revision: Annotated[str, Field(max_length=63)] = ""
+    """Hash of the spec that its ranks were started from."""
+    gateway_revision: Annotated[str, Field(max_length=63)] = ""
+    """Hash of the spec that its gateway was started from."""
+    epoch: Annotated[int, Field(ge=0)] = 0
+    """Epoch of its ranks; 0 before the first."""
+    ranks: Annotated[str, Field(max_length=16)] = ""
+    """Ready ranks of all, e.g. "3/4"."""
+    ready_ranks: Annotated[int, Field(ge=0)] = 0
+    """Ranks that are ready."""
+    reason: Annotated[str, Field(max_length=64)] = ""
+    """Reason of its condition Ready."""
+    placement: PlacementStatus = PlacementStatus()
+    """How the model is spread over its ranks, without the ways that were considered."""
+    restarts: RestartsStatus = RestartsStatus()
+    """Restarts of its ranks."""
+    conditions: Annotated[list[Condition], Field(max_length=16, json_schema_extra=_map_by("type"))] = Field(
+        default_factory=list
+    )
+    """State of the replica."""
+
+
 class HeteroInferenceStatus(_Status):
     """Status as the operator last saw it."""
 
     observed_generation: Annotated[int | None, Field(ge=0)] = None
     """Generation that this status describes."""
     replicas: Annotated[int, Field(ge=0)] = 0
-    """1 when the group's pods exist, else 0."""
+    """Replicas whose pods exist."""
     ready_replicas: Annotated[int, Field(ge=0)] = 0
-    """1 when the group serves, else 0."""
+    """Replicas that serve, whichever spec they have."""
+    updated_replicas: Annotated[int | None, Field(ge=0)] = None
+    """Of several replicas: those that have the spec as written, whether or not they serve."""
     selector: Annotated[str, Field(max_length=512)] = ""
     """Label selector of the pods, as text."""
     revision: Annotated[str, Field(max_length=63)] = ""
@@ -255,6 +287,10 @@ class HeteroInferenceStatus(_Status):
     """How the model is spread."""
     restarts: RestartsStatus = RestartsStatus()
     """Restarts of ranks."""
+    groups: Annotated[list[GroupStatus], Field(max_length=2 * MAX_REPLICAS, json_schema_extra=_map_by("ordinal"))] = (
+        Field(default_factory=list)
+    )
+    """Several replicas, each by itself. `epoch`, `placement` and `placements` of the whole are of replica 0."""
     endpoint: Annotated[str, Field(max_length=512)] = ""
     """host:port of hetero.v1.Inference within the cluster."""
     conditions: Annotated[list[Condition], Field(max_length=16, json_schema_extra=_map_by("type"))] = Field(

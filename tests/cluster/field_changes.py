@@ -43,11 +43,15 @@ class Change:
 RANKS, GATEWAY, NOTHING, ENDS, REFUSED = Restarts
 _GPU_POOL: Final = [{"name": "gpu", "type": "GPU", "ranks": 2, "ranksPerPod": 2, "gpu": {"coresPerRank": 2}}]
 _GPU: Final = {"pools": _GPU_POOL}
+_BOTH: Final = {"pools": [*_GPU_POOL, {"name": "cpu", "type": "CPU", "ranks": 1}]}
 _POLICIES: Final = {"NetworkPolicy/NAME-ranks": "changed", "NetworkPolicy/NAME-gateway": "changed"}
 _MONITOR: Final = {"PodMonitor/NAME": "changed"}
 _CLIENT_SERVICE: Final = {"Service/NAME": "changed"}
 _TWO_RANKS: Final = {"pools.0.ranks": 2}
 _TAINT: Final = {"key": "example.com/a", "operator": "Equal", "value": "one", "effect": "NoExecute"}
+_FILES: Final = {"name": "ca", "mountPath": "/etc/ssl/own"}
+_POOL_FILES: Final = {"pools.0.volumes": [{**_FILES, "secretName": "one"}]}
+_GATEWAY_FILES: Final = {"gateway.volumes": [{**_FILES, "secretName": "one"}]}
 _HUGE: Final = {"pools.0.cpu.hugepages": {"size": "2Mi", "perRank": "1Gi"}}
 _KUEUE: Final = {"scheduling.gang": {"scheduler": "Kueue", "queue": "small"}}
 
@@ -116,6 +120,25 @@ CHANGES: Final[Mapping[str, Change]] = {
         "dra.cpu", RANKS, at="pools.0.cpu.numa.claim.deviceClassName", needs="resource.k8s.io/v1/ResourceClaimTemplate",
         more={"ResourceClaimTemplate/NAME-cpu-RANKS": "made"},
     ),
+    "pools.env": Change({"HTTPS_PROXY": "http://p"}, RANKS, at="pools.0.env", shows='"value": "http://p"'),
+    "pools.volumes.name": Change(
+        "other", RANKS, _POOL_FILES, at="pools.0.volumes.0.name", shows='"user-other"'
+    ),
+    "pools.volumes.mountPath": Change(
+        "/etc/ssl/other", RANKS, _POOL_FILES, at="pools.0.volumes.0.mountPath", shows='"mountPath": "/etc/ssl/other"'
+    ),
+    "pools.volumes.secretName": Change(
+        "two", RANKS, _POOL_FILES, at="pools.0.volumes.0.secretName", shows='"secretName": "two"'
+    ),
+    "pools.volumes.configMapName": Change(
+        [{**_FILES, "configMapName": "two"}], RANKS, at="pools.0.volumes", shows='"user-ca"'
+    ),
+    "pools.volumes.claimName": Change(
+        [{**_FILES, "claimName": "two"}], RANKS, at="pools.0.volumes", shows='"user-ca"'
+    ),
+    "pools.podTemplate": Change(
+        {"spec": {"dnsPolicy": "Default"}}, RANKS, at="pools.0.podTemplate", shows='"dnsPolicy": "Default"'
+    ),
     "pools.sharedMemory": Change("2Gi", RANKS, at="pools.0.sharedMemory", shows='"sizeLimit": "2Gi"'),
     "pools.scheduling.nodeSelector": Change(
         {"disk": "fast"}, RANKS, at="pools.0.scheduling.nodeSelector", shows='"disk": "fast"'
@@ -148,7 +171,10 @@ CHANGES: Final[Mapping[str, Change]] = {
     "engine.overlapScheduling": Change(False, GATEWAY),
     "engine.enforceEager": Change(True, GATEWAY),
     "engine.batchInvariant": Change(True, GATEWAY),
+    "engine.expertDeferral": Change(1, GATEWAY, _BOTH),
     "engine.samplingDefaults": Change("None", GATEWAY),
+    "engine.speculative.kind": Change("Auto", GATEWAY),
+    "engine.speculative.maxTokens": Change(4, GATEWAY),
     # --- gateway
     "gateway.http.toolCallFormat": Change("Hermes", GATEWAY),
     "gateway.http.strictFields": Change(True, GATEWAY),
@@ -182,6 +208,26 @@ CHANGES: Final[Mapping[str, Change]] = {
     ),
     "gateway.resources.cpuMillis": Change(2500, GATEWAY, shows='"cpu": "2500m"'),
     "gateway.resources.memory": Change("5Gi", GATEWAY, shows='"memory": "5Gi"'),
+    "gateway.env": Change({"HTTPS_PROXY": "http://p"}, GATEWAY, at="gateway.env", shows='"value": "http://p"'),
+    "gateway.volumes.name": Change(
+        "other", GATEWAY, _GATEWAY_FILES, at="gateway.volumes.0.name", shows='"user-other"'
+    ),
+    "gateway.volumes.mountPath": Change(
+        "/etc/ssl/other", GATEWAY, _GATEWAY_FILES, at="gateway.volumes.0.mountPath",
+        shows='"mountPath": "/etc/ssl/other"',
+    ),
+    "gateway.volumes.secretName": Change(
+        "two", GATEWAY, _GATEWAY_FILES, at="gateway.volumes.0.secretName", shows='"secretName": "two"'
+    ),
+    "gateway.volumes.configMapName": Change(
+        [{**_FILES, "configMapName": "two"}], GATEWAY, at="gateway.volumes", shows='"user-ca"'
+    ),
+    "gateway.volumes.claimName": Change(
+        [{**_FILES, "claimName": "two"}], GATEWAY, at="gateway.volumes", shows='"user-ca"'
+    ),
+    "gateway.podTemplate": Change(
+        {"spec": {"dnsPolicy": "Default"}}, GATEWAY, at="gateway.podTemplate", shows='"dnsPolicy": "Default"'
+    ),
     "gateway.drainTimeoutSeconds": Change(100, GATEWAY, shows='"terminationGracePeriodSeconds": 130'),
     # --- recovery
     "recovery.rendezvousTimeoutSeconds": Change(30, GATEWAY),
@@ -200,6 +246,13 @@ CHANGES: Final[Mapping[str, Change]] = {
     ),
     "scheduling.topology.policy": Change(
         "Required", RANKS, {"scheduling.topology.key": "zone"}, shows="requiredDuringSchedulingIgnoredDuringExecution"
+    ),
+    "scheduling.replicaSpread.key": Change(
+        "rack", RANKS, {"scheduling.replicaSpread.key": "zone"}, shows='"topologyKey": "rack"'
+    ),
+    "scheduling.replicaSpread.policy": Change(
+        "Required", RANKS, {"scheduling.replicaSpread.key": "zone"},
+        shows="requiredDuringSchedulingIgnoredDuringExecution",
     ),
     "scheduling.gang.scheduler": Change(
         "Volcano", RANKS, needs="scheduling.volcano.sh/v1beta1/PodGroup", more={"PodGroup/NAME": "made"},
@@ -221,6 +274,7 @@ CHANGES: Final[Mapping[str, Change]] = {
     "networkPolicy.clientsFrom": Change(
         "All", NOTHING, {"gateway.auth": {"mode": "None"}}, more={"NetworkPolicy/NAME-gateway": "changed"}
     ),
+    "networkPolicy.metricsFrom": Change(["monitoring"], NOTHING, more=_POLICIES),
     "networkPolicy.allowModelEgress": Change(False, NOTHING, more=_POLICIES),
     "disruptionBudget.enabled": Change(True, NOTHING, more={"PodDisruptionBudget/NAME-ranks": "made"}),
     "monitoring.podMonitor": Change(False, NOTHING, more={"PodMonitor/NAME": "gone"}),
@@ -234,6 +288,13 @@ CHANGES: Final[Mapping[str, Change]] = {
     ),
     "suspend": Change(True, ENDS),
     "replicas": Change(0, ENDS),
+    "rollout.strategy": Change("Recreate", NOTHING),
+    "rollout.maxUnavailable": Change(2, NOTHING),
+    "rollout.maxSurge": Change(1, NOTHING),
+    "idle.sleepAfterSeconds": Change(300, GATEWAY),
+    "idle.level": Change(2, GATEWAY),
+    "idle.responder.enabled": Change(True, NOTHING),
+    "idle.responder.retryAfterSeconds": Change(60, NOTHING),
 }  # fmt: skip
 
 BACK_TO_DEFAULT: Final[Mapping[str, Change]] = {

@@ -91,6 +91,8 @@ def test_defaults_are_the_ones_in_the_golden_resource(client: Client, namespace:
                 "maxNumSeqs": 64, "maxNumBatchedTokens": 512, "blockSize": 16, "gpuMemoryUtilization": 0.9,
                 "enablePrefixCaching": True, "overlapScheduling": True, "enforceEager": False, "batchInvariant": False,
                 "cacheLayout": "Paged", "kvCacheDtype": "auto", "samplingDefaults": "Model",
+                "speculative": {"kind": "None", "maxTokens": 8},
+                "expertDeferral": 0,
             },
             "gateway": {
                 "service": {"type": "ClusterIP", "port": 50051, "httpPort": 8000}, "maxQueuedRequests": 1024,
@@ -109,6 +111,8 @@ def test_defaults_are_the_ones_in_the_golden_resource(client: Client, namespace:
             "monitoring": {"podMonitor": True, "intervalSeconds": 30},
             "suspend": False,
             "replicas": 1,
+            "rollout": {"strategy": "RollingUpdate", "maxUnavailable": 1, "maxSurge": 0},
+            "idle": {"level": 1, "responder": {"enabled": False, "retryAfterSeconds": 30}},
         },
     }  # fmt: skip
 
@@ -148,7 +152,7 @@ def test_scale_reads_and_sets_replicas(cluster: Cluster, client: Client, namespa
     kubectl(cluster, namespace, "scale", "hinf/demo", "--replicas=0")
     assert client.get(KIND, "demo", namespace)["spec"]["replicas"] == 0
     with pytest.raises(ApiError, match=r"spec\.replicas"):
-        client.patch(KIND, "demo", {"spec": {"replicas": 2}}, namespace, subresource="scale")
+        client.patch(KIND, "demo", {"spec": {"replicas": 33}}, namespace, subresource="scale")
 
 
 def test_kubectl_get_shows_what_matters(cluster: Cluster, client: Client, namespace: str) -> None:

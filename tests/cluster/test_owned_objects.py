@@ -207,8 +207,10 @@ def assert_restricted(pod: Object) -> None:
 def assert_services(services: dict[str, Any], name: str) -> None:
     client, gateway, ranks = services[name], services[f"{name}-gateway"], services[f"{name}-ranks"]
     assert (client["type"], [port["port"] for port in client["ports"]]) == ("ClusterIP", [INFERENCE_PORT, HTTP_PORT])
-    assert client["selector"] == gateway["selector"] == {LABEL_NAME: name, LABEL_ROLE: ROLE_GATEWAY}
-    assert ranks["selector"] == {LABEL_NAME: name, LABEL_ROLE: ROLE_RANK}
+    own = {"app.kubernetes.io/instance": name}
+    assert client["selector"] == {LABEL_NAME: name, LABEL_ROLE: ROLE_GATEWAY}
+    assert gateway["selector"] == {LABEL_NAME: name, LABEL_ROLE: ROLE_GATEWAY, **own}
+    assert ranks["selector"] == {LABEL_NAME: name, LABEL_ROLE: ROLE_RANK, **own}
     for headless in (gateway, ranks):
         assert (headless["clusterIP"], headless["publishNotReadyAddresses"]) == ("None", True)
     assert client.get("publishNotReadyAddresses", False) is False

@@ -17,7 +17,7 @@ from tests.cluster.test_renders import adapted, capabilities_of
 from tests.support.kube.client import Client
 from tests.support.kube.cluster import Cluster
 from tests.support.kube.polling import poll
-from tests.support.render_cases import OPTIONS, RenderCase, render_cases
+from tests.support.render_cases import OPEN, OPTIONS, RenderCase, render_cases
 from tests.support.spec_changes import AFTER, changed
 
 CASES = render_cases()
@@ -56,6 +56,7 @@ class RealWorld:
                 now=datetime.now(UTC),
                 capabilities=self.capabilities,
                 options=OPTIONS,
+                policy=OPEN,
             )
         )
 

@@ -18,6 +18,7 @@ from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.scheduler import Scheduler
+from hetero_gateway.engine.speculation.speculator import NO_SPECULATION, Speculator
 from hetero_gateway.engine.steps_in_flight import StepsInFlight
 from hetero_worker.backends.base import DeviceBackend
 from hetero_worker.distributed.exchange import LocalExchange
@@ -66,6 +67,7 @@ class AsyncRank:
     make_graphs: MakeGraphs | None = None
     sample: SampleTokens = sample_tokens
     num_blocks: int = 40
+    speculator: Speculator = NO_SPECULATION
     said: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -97,7 +99,7 @@ class AsyncRank:
 
     def serve(self, asked: Iterable[Asked], *, steps_ahead: int = 2) -> Mapping[str, list[int]]:
         """All requests' output tokens, by request id; "ID/1" and so on for completions but the first."""
-        scheduler = Scheduler(self._engine(steps_ahead), num_blocks=self.num_blocks)
+        scheduler = Scheduler(self._engine(steps_ahead), num_blocks=self.num_blocks, speculator=self.speculator)
         coming = deque(sorted(asked, key=lambda each: each.turn))
         tokens: dict[str, list[int]] = {}
         in_flight = StepsInFlight()

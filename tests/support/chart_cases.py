@@ -6,9 +6,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.support.helm import PROMETHEUS
+from tests.support.helm import ADMISSION_POLICY, PROMETHEUS
+from tests.support.policy_cases import STRICT
 
 DIGEST = f"sha256:{'a' * 64}"
+POLICY: Mapping[str, Any] = {
+    "clusterDns": ["dns/app.example/role=resolver", "10.96.0.10/32"],
+    "networkPolicy": {"enabled": True},
+    "namespaceUsers": "1000000000-1999999999",
+    "insideTls": True,
+    "policy": {
+        "hostPaths": list(STRICT.allowed_host_paths),
+        "images": list(STRICT.allowed_images),
+        "secrets": list(STRICT.allowed_secrets),
+        "priorityClasses": list(STRICT.allowed_priority_classes),
+        "schedulers": list(STRICT.allowed_schedulers),
+        "runtimeClasses": list(STRICT.allowed_runtime_classes),
+    },
+}
+"""Values of policy_cases.STRICT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +43,21 @@ CASES: Sequence[ChartCase] = (
     ChartCase("three namespaces", {"watchNamespaces": ["team-a", "team-b", "0"]}),
     ChartCase(
         "nothing outside namespaces",
-        {"watchNamespaces": ["team-a"], "crd": {"install": False}, "rbac": {"nodes": False, "aggregate": False}},
+        {
+            "watchNamespaces": ["team-a"],
+            "crd": {"install": False},
+            "rbac": {"nodes": False, "aggregate": False},
+            "policy": {"admission": False},
+        },
     ),
     ChartCase(
         "everything on",
         {
-            "metrics": {"serviceMonitor": {"enabled": True}, "prometheusRule": {"enabled": True}},
+            "metrics": {
+                "serviceMonitor": {"enabled": True},
+                "prometheusRule": {"enabled": True},
+                "dashboards": {"enabled": True, "annotations": {"grafana_folder": "Inference"}},
+            },
             "networkPolicy": {"enabled": True},
             "podDisruptionBudget": {"enabled": True},
         },
@@ -132,5 +157,16 @@ CASES: Sequence[ChartCase] = (
             ],
             "podDisruptionBudget": {"enabled": True, "maxUnavailable": "50%"},
         },
+    ),
+    ChartCase("policy", POLICY, apis=[ADMISSION_POLICY]),
+    ChartCase(
+        "policy of two namespaces, asking any name server",
+        {
+            "watchNamespaces": ["team-a", "team-b"],
+            "clusterDns": ["*"],
+            "networkPolicy": {"enabled": True},
+            "policy": {"hostPaths": ["/"], "secrets": []},
+        },
+        apis=[ADMISSION_POLICY],
     ),
 )

@@ -36,10 +36,10 @@ def _kernels(dtype: torch.dtype, head_dim: int, group: int, *, has_cap: bool) ->
     """The three kernels with their constants, as the launchers give them."""
     tile, padded = Tile.of(head_dim, dtype.itemsize), triton.next_power_of_2(head_dim)
     shape: Constants = {
-        "head_dim": head_dim, "padded_dim": padded, "is_split": True, "most_splits": 64, "has_sinks": not has_cap
+        "head_dim": head_dim, "padded_dim": padded, "most_splits": 64, "has_sinks": not has_cap
     }  # fmt: skip
     program: Constants = {"block_size": 16, "group": group, "tile": tile.tokens, "has_cap": has_cap}
-    yield paged_attention._decode, {**shape, **program, "lanes": 16}
+    yield paged_attention._decode, {**shape, **program, "lanes": 16, "least_tiles": 2}
     yield paged_attention._spans, {**shape, **program, "lanes": tile.lanes}
     yield paged_attention._combine, shape
 
@@ -55,7 +55,7 @@ def _products(dtype: torch.dtype) -> Iterator[tuple[Any, Constants, int]]:
     yield routing._router, experts, 2
 
 
-def _shared_bytes(kernel: Any, dtype: torch.dtype, constants: Constants, capability: int, stages: int = 2) -> int:
+def _shared_bytes(kernel: Any, dtype: torch.dtype, constants: Constants, capability: int, stages: int = 3) -> int:
     names = [parameter.name for parameter in kernel.params]
     signature = {name: _type_of(name, dtype, constants) for name in names}
     source = ASTSource(

@@ -100,7 +100,7 @@ def _walk(schema: Schema, new: Any, old: Any, path: str) -> Iterator[Problem]:
                 yield from _walk(child, item, (old or {}).get(key), f"{path}.{key}".removeprefix("."))
     elif isinstance(new, list):
         for index, item in enumerate(new):
-            yield from _walk(schema["items"], item, _twin(schema, item, old), f"{path}[{index}]")
+            yield from _walk(schema.get("items", {}), item, _twin(schema, item, old), f"{path}[{index}]")
 
 
 def _twin(schema: Schema, item: Any, old: Sequence[Any] | None) -> Any:
@@ -139,7 +139,7 @@ def _children(schema: Schema, value: Any) -> Iterator[tuple[Any, Schema, Any]]:
             yield key, schema.get("properties", {}).get(key) or schema.get("additionalProperties") or {}, item
     else:
         for index, item in enumerate(value):
-            yield index, schema["items"], item
+            yield index, schema.get("items", {}), item
 
 
 def _typed(schema: Schema, value: Any) -> Any:
@@ -153,7 +153,9 @@ def _typed(schema: Schema, value: Any) -> Any:
         "boolean": celtypes.BoolType,
         "string": celtypes.StringType,
     }
-    return types[schema["type"]](value)
+    # Fields of an open object are of the type that they have.
+    kinds = {bool: "boolean", int: "integer", float: "number", str: "string"}
+    return types[schema.get("type") or kinds[type(value)]](value)
 
 
 def _with_floats(schema: Schema, value: Any) -> Any:

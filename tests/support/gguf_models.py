@@ -151,6 +151,9 @@ def _gemma4_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         fields["attention.head_count_kv"] = [config["num_key_value_heads"] if slid else heads for slid in slides]
     if config["enable_moe_block"]:
         fields["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    if config.get("use_double_wide_mlp"):
+        width, readers = config["intermediate_size"], config["num_kv_shared_layers"]
+        fields["feed_forward_length"] = [width] * (len(slides) - readers) + [2 * width] * readers
     return fields
 
 
@@ -321,3 +324,18 @@ def _llama3_divisors(config: Mapping[str, Any]) -> Array:
     smooth = np.clip((original / lengths - low) / (high - low), 0, 1)
     divisors: Array = 1 / ((1 - smooth) / rope["factor"] + smooth)
     return divisors.astype(np.float32)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, model: str) -> None:
+    """Add a tokenizer of 13 tokens, of llama.cpp's kind `model`, and a chat template."""
+    writer.add_tokenizer_model(model)
+    writer.add_tokenizer_pre("smollm")
+    space = "\N{LOWER ONE EIGHTH BLOCK}" if model == "llama" else "Ġ"
+    tokens = ["<unk>", "<s>", "a", "b", "c", space, f"{space}b", "bc", "<user>", *(f"<0x{i:02X}>" for i in range(4))]
+    writer.add_token_list(tokens)
+    writer.add_token_types([2, 3, 1, 1, 1, 1, 1, 1, 4, 6, 6, 6, 6])
+    writer.add_token_scores([float(-number) for number in range(len(tokens))])
+    writer.add_token_merges([f"{space} b", "b c"])
+    writer.add_bos_token_id(1)
+    writer.add_unk_token_id(0)
+    writer.add_chat_template("{{ messages[0].content }}")

@@ -14,6 +14,7 @@ import yaml
 
 CHART = Path(__file__).parents[2] / "charts/heteroinference"
 PROMETHEUS = "monitoring.coreos.com/v1"
+ADMISSION_POLICY = "admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy"
 TIMEOUT_S = 120.0
 
 Values = Mapping[str, Any]

@@ -138,7 +138,7 @@ def _by_schema() -> list[InvalidResource]:
             "spec.model.dtype",
             "must be one of auto, float32, bfloat16, float16, not 'fp8'",
         ),
-        ("two-replicas", {"spec/replicas": 2}, "spec.replicas", "must be at most 1, not 2"),
+        ("too-many-replicas", {"spec/replicas": 33}, "spec.replicas", "must be at most 32, not 33"),
         ("suspend-as-text", {"spec/suspend": "maybe"}, "spec.suspend", "must be true or false"),
         ("engine-as-list", {"spec/engine": [1]}, "spec.engine", "must be a mapping"),
         ("name-with-a-dot", {"metadata/name": "my.model"}, "metadata.name", "must be of lower-case letters"),
@@ -433,6 +433,18 @@ def _by_rules_of_the_rest() -> list[InvalidResource]:
             "GpuOnly needs a pool of type GPU",
         ),
         (
+            "deferral-without-gpus",
+            {"spec/pools": [_pool("cpu")], "spec/engine/expertDeferral": 1},
+            "spec.engine.expertDeferral",
+            "defers what CPU ranks compute for GPU ranks: it needs pools of both types",
+        ),
+        (
+            "deferral-on-gpus-only",
+            {"spec/placement/mode": "GpuOnly", "spec/engine/expertDeferral": 1},
+            "spec.engine.expertDeferral",
+            "defers what CPU ranks compute for GPU ranks: it needs pools of both types",
+        ),
+        (
             "kueue-without-queue",
             {"spec/scheduling/gang": {"scheduler": "Kueue"}},
             "spec.scheduling.gang.queue",
@@ -467,6 +479,36 @@ def _by_rules_of_the_rest() -> list[InvalidResource]:
             {"spec/podMetadata/labels": {"heteroinference.io/role": "mine"}},
             "spec.podMetadata.labels",
             "must hold no key of heteroinference.io/ or app.kubernetes.io/",
+        ),
+        (
+            "variable-of-the-operator",
+            {"spec/pools/0/env": {"HETERO_HOME": "/"}},
+            "spec.pools[0].env",
+            "must hold none of HETERO_*, HOME, POD_IP, POD_NAME",
+        ),
+        (
+            "variable-in-the-gateway",
+            {"spec/gateway/env": {"POD_NAME": "mine"}},
+            "spec.gateway.env",
+            "must hold none of HETERO_*, HOME, POD_IP, POD_NAME",
+        ),
+        (
+            "volume-of-nothing",
+            {"spec/pools/0/volumes": [{"name": "ca", "mountPath": "/etc/ssl/own"}]},
+            "spec.pools[0].volumes[0].name",
+            "needs one of secretName, configMapName and claimName",
+        ),
+        (
+            "volume-over-the-operators-files",
+            {"spec/gateway/volumes": [{"name": "ca", "mountPath": "/etc/hetero/ca", "secretName": "ca"}]},
+            "spec.gateway.volumes[0].mountPath",
+            "must not be in /dev/shm, /etc/hetero, /tmp, /var/lib/hetero",
+        ),
+        (
+            "a-rollout-that-cannot-begin",
+            {"spec/rollout": {"maxUnavailable": 0}},
+            "spec.rollout.maxUnavailable",
+            "must be more than 0 where maxSurge is 0",
         ),
         (
             "annotation-of-the-operator",
@@ -596,7 +638,7 @@ _EVERYTHING: Final[Document] = {
         "engine": {
             "maxNumSeqs": 32, "maxNumBatchedTokens": 1024, "blockSize": 32, "gpuMemoryUtilization": 0.85,
             "kvCacheMemoryBytes": "1.5Gi", "enablePrefixCaching": False, "overlapScheduling": False,
-            "enforceEager": True, "batchInvariant": True,
+            "enforceEager": True, "batchInvariant": True, "expertDeferral": 2,
         },
         "gateway": {
             "service": {"type": "LoadBalancer", "port": 443, "annotations": {"example.com/class": "any text"}},
@@ -619,11 +661,15 @@ _EVERYTHING: Final[Document] = {
             "gateway": "hetero/gateway:1", "pullPolicy": "Always", "pullSecrets": ["registry"],
         },
         "podMetadata": {"labels": {"team": "search"}, "annotations": {"example.com/note": "any text"}},
-        "networkPolicy": {"enabled": False, "allowModelEgress": False},
+        "networkPolicy": {"enabled": False, "metricsFrom": ["monitoring"], "allowModelEgress": False},
         "disruptionBudget": {"enabled": True},
         "monitoring": {"podMonitor": False, "intervalSeconds": 15, "labels": {"release": "prometheus"}},
         "suspend": True,
         "replicas": 0,
+        "rollout": {"strategy": "RollingUpdate", "maxUnavailable": 0, "maxSurge": 1},
+        "idle": {
+            "sleepAfterSeconds": 300, "level": 2, "responder": {"enabled": True, "retryAfterSeconds": 60},
+        },
     },
 }  # fmt: skip
 

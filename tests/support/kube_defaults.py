@@ -45,7 +45,8 @@ def _container(container: dict[str, Any]) -> None:
     for name in ("startupProbe", "livenessProbe", "readinessProbe"):
         if name in container:
             container[name].setdefault("successThreshold", 1)
-            container[name]["httpGet"].setdefault("scheme", "HTTP")
+            if "httpGet" in container[name]:
+                container[name]["httpGet"].setdefault("scheme", "HTTP")
     for variable in container.get("env", ()):
         if "valueFrom" in variable:
             variable["valueFrom"]["fieldRef"].setdefault("apiVersion", "v1")

@@ -8,15 +8,10 @@ checked, and kept below the user's cache folder.
 
 from __future__ import annotations
 
-import hashlib
-import os
-import subprocess
-import sys
 import tarfile
-import tempfile
 from pathlib import Path
 
-from hetero_api.host.file_lock import FileLock
+from tests.support.pinned_archives import unpacked
 
 VERSION = "0.3.36"
 SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
@@ -26,26 +21,8 @@ _WITHIN = "/vendor/llama.cpp/models/"
 
 def llama_cpp_models() -> Path:
     """Return the folder of `ggml-vocab-*.gguf` with their `.inp` and `.out`, and `templates`. Fetch it where needed."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetero" / "llama.cpp"
-    target = cache / VERSION
-    cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / ".lock").held(waiting=lambda: None):
-        if not target.is_dir():
-            with tempfile.TemporaryDirectory(dir=cache) as work:
-                _unpack(_fetched(Path(work)), Path(work) / "models")
-                (Path(work) / "models").rename(target)
-    return target
-
-
-def _fetched(folder: Path) -> Path:
-    requirement = f"llama-cpp-python=={VERSION}"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "llama-cpp-python"]
-    subprocess.run([*command, "--dest", str(folder), requirement], check=True, stdin=subprocess.DEVNULL, timeout=600)
-    (archive,) = folder.glob("*.tar.gz")
-    found = hashlib.sha256(archive.read_bytes()).hexdigest()
-    if found != SHA256:
-        raise RuntimeError(f"{archive.name} has sha256 {found}, expected {SHA256}")
-    return archive
+    options = ("--no-binary", "llama-cpp-python")
+    return unpacked("llama-cpp-python", VERSION, SHA256, _unpack, options=options)
 
 
 def _unpack(archive: Path, folder: Path) -> None:

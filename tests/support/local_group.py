@@ -53,6 +53,7 @@ def write_manifest(
     memory: str = "2Gi",
     max_model_len: int | None = 2048,
     recovery: Mapping[str, Any] | None = None,
+    idle: Mapping[str, Any] | None = None,
 ) -> GroupFile:
     """A HeteroInference of `ranks` unbound CPU ranks (tests share two cores) over a model directory."""
     pool = {
@@ -68,6 +69,7 @@ def write_manifest(
         "placement": {"mode": mode, "shares": dict(shares or {}), "experts": experts},
         "engine": dict(engine or {}),
         "recovery": dict(recovery or {}),
+        "idle": dict(idle or {}),
     }
     if max_model_len is not None:
         spec["model"]["maxModelLen"] = max_model_len

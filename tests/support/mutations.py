@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hetero_api.errors import ModelError
+from hetero_api.model_config import ModelConfig
 
 MOST_BYTES: Final = 256 << 20
 """Memory that reading a damaged file may take."""
@@ -115,3 +116,13 @@ def _survivors(
         else:
             loaded += 1
     return loaded
+
+
+def use_config(config: ModelConfig) -> None:
+    """Ask of a model's shape what planning and building ask."""
+    assert config.num_parameters > 0
+    assert config.attention_scale > 0
+    for rope in {*config.ropes, config.rope}:
+        assert all(frequency >= 0 for frequency in rope.inverse_frequencies(max(config.rotary_widths)))
+    assert len(config.windows) == config.num_layers
+    assert config.weights.of_experts.within(64)

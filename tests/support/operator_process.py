@@ -47,6 +47,7 @@ class OperatorProcess:
             "identity": f"test-{os.getpid()}-{self.health_port}",
             "health_port": str(self.health_port),
             "metrics_port": str(self.metrics_port),
+            "allowed_host_paths": "/",
             **changes,
         }
         self._environment = {f"HETERO_OPERATOR_{name.upper()}": value for name, value in settings.items()}

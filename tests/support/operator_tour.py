@@ -119,6 +119,7 @@ class Tour:
             self.roll_out_without_the_optional_objects()
             self.claim_cores_and_give_them_back()
             self.put_all_ranks_into_one_pod()
+            self.add_a_replica_and_take_it_away()
             self.tell_what_is_waited_for()
         except AssertionError as failure:
             return str(failure) or "failed"
@@ -191,6 +192,14 @@ class Tour:
         # Not by server-side apply: Kubernetes 1.20 leaves a null where it takes something out of a keyed list.
         self.client.patch(KIND, CLAIMING, {"spec": {"pools": SPEC["pools"]}}, self.namespace)
         self._wait_for_count(TEMPLATES, CLAIMING, 0)
+
+    def add_a_replica_and_take_it_away(self) -> None:
+        """What a replica has of its own comes and goes with it."""
+        own = (Key("Deployment", f"{CLAIMING}-1-gateway"), Key("Service", f"{CLAIMING}-1-gateway"))
+        for replicas, there in ((2, True), (1, False)):
+            self.client.patch(KIND, CLAIMING, {"spec": {"replicas": replicas}}, self.namespace)
+            for key in own:
+                self._wait_for_object(key, there=there)
 
     def put_all_ranks_into_one_pod(self) -> None:
         """One StatefulSet comes for all pools, and those of the pools go."""

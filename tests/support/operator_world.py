@@ -13,13 +13,22 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from hetero_api.contract import LABEL_ROLE
+from hetero_api.contract import LABEL_NAME, LABEL_ROLE
 from hetero_operator.reconcile.inventory import ObjectKey
-from hetero_operator.reconcile.model import Capabilities, Deletion, Object, Observed, Plan, RenderOptions
+from hetero_operator.reconcile.model import (
+    Capabilities,
+    Deletion,
+    GatewayReport,
+    Object,
+    Observed,
+    Plan,
+    Policy,
+    RenderOptions,
+)
 from hetero_operator.reconcile.plan import plan
 from hetero_operator.reconcile.revision import digest
 from tests.support.kube_defaults import with_defaults
-from tests.support.render_cases import OPTIONS, PLAIN
+from tests.support.render_cases import OPEN, OPTIONS, PLAIN
 
 _TOKEN = "dG9rZW4="
 
@@ -31,10 +40,13 @@ class OperatorWorld:
     resource: dict[str, Any]
     capabilities: Capabilities = PLAIN
     options: RenderOptions = OPTIONS
+    policy: Policy = OPEN
     now: datetime = datetime(2030, 1, 1, tzinfo=UTC)
     objects: dict[ObjectKey, dict[str, Any]] = field(default_factory=dict)
     pods: dict[str, dict[str, Any]] = field(default_factory=dict)
     nodes: dict[str, Object | None] = field(default_factory=dict)
+    gateways: dict[int, GatewayReport] = field(default_factory=dict)
+    """By the ordinal of the replica."""
     _serial: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def observe(self) -> Observed:
@@ -42,11 +54,14 @@ class OperatorWorld:
         return Observed(
             resource=copy.deepcopy(self.resource),
             owned=copy.deepcopy(list(self.objects.values())),
-            pods=copy.deepcopy(list(self.pods.values())),
+            pods=copy.deepcopy([pod for pod in self.pods.values() if LABEL_NAME in pod["metadata"]["labels"]]),
             now=self.now,
             nodes=dict(self.nodes),
+            gateway=self.gateways.get(0),
+            gateways={ordinal: report for ordinal, report in self.gateways.items() if ordinal},
             capabilities=self.capabilities,
             options=self.options,
+            policy=self.policy,
         )
 
     def plan(self) -> Plan:
@@ -56,6 +71,8 @@ class OperatorWorld:
         """Does what a plan says."""
         for secret in todo.create:
             data = dict.fromkeys(secret.generated_keys, _TOKEN)
+            if secret.renews:
+                del self.objects[ObjectKey.from_object(secret.manifest)]
             self._store({**secret.manifest, "data": data})
         for item in todo.apply:
             self._store(item)

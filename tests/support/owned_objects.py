@@ -166,19 +166,21 @@ def unsettled(owned: Owned) -> str:
     if is_refused(resource):
         return ""
     revision, gateway_revision = (resource["status"].get(key, "") for key in ("revision", "gatewayRevision"))
-    runs = resource["spec"].get("replicas", 1) > 0 and not resource["spec"].get("suspend")
+    replicas = resource["spec"].get("replicas", 1)
+    groups = max(1, replicas)
+    runs = replicas > 0 and not resource["spec"].get("suspend")
     pools = resource["spec"]["pools"]
     is_one_pod = resource["spec"].get("topology", {}).get("colocate") == "Pod"
     sets = 1 if is_one_pod else len(pools)
     pods = 1 if is_one_pod else sum(pool["ranks"] // pool.get("ranksPerPod", 1) for pool in pools)
-    wanted_pods = pods if runs else 0
+    wanted_pods = pods * groups if runs else 0
     checks = (
-        _wrong_workloads(owned, "StatefulSet", LABEL_REVISION, revision, count=sets),
-        _wrong_workloads(owned, "Deployment", LABEL_GATEWAY_REVISION, gateway_revision, count=1),
-        _wrong_revisions(owned.of_kind("ConfigMap"), LABEL_GATEWAY_REVISION, gateway_revision, count=1),
-        _wrong_revisions(owned.of_kind("Secret"), LABEL_REVISION, revision, count=1),
+        _wrong_workloads(owned, "StatefulSet", LABEL_REVISION, revision, count=sets * groups),
+        _wrong_workloads(owned, "Deployment", LABEL_GATEWAY_REVISION, gateway_revision, count=groups),
+        _wrong_revisions(owned.of_kind("ConfigMap"), LABEL_GATEWAY_REVISION, gateway_revision, count=groups),
+        _wrong_revisions(owned.of_kind("Secret"), LABEL_REVISION, revision, count=groups),
         _wrong_pods(owned, ROLE_RANK, LABEL_REVISION, revision, count=wanted_pods),
-        _wrong_pods(owned, ROLE_GATEWAY, LABEL_GATEWAY_REVISION, gateway_revision, count=int(runs)),
+        _wrong_pods(owned, ROLE_GATEWAY, LABEL_GATEWAY_REVISION, gateway_revision, count=groups * runs),
     )
     return "; ".join(check for check in checks if check)
 

@@ -101,6 +101,7 @@ class RankGroup:
         recorded: bool = True,
         enforce_eager: bool = False,
         batch_invariant: bool = False,
+        expert_deferral: int = 0,
         quantization: str = "none",
         native: bool = True,
         make_exchanges: MakeExchanges | None = None,
@@ -134,6 +135,7 @@ class RankGroup:
                 memory_bytes=2 << 30,
                 enforce_eager=enforce_eager,
                 batch_invariant=batch_invariant,
+                expert_deferral=expert_deferral,
                 num_gpu_ranks=num_gpu_ranks or None,
             )
             for rank in range(self.plan.world_size)
@@ -224,16 +226,21 @@ class PlanBuilder:
         *,
         from_snapshot: int | None = None,
         snapshots: Mapping[int, int] | None = None,
+        proposed: Sequence[int] = (),
     ) -> None:
         """Compute so many tokens (all that are left when None); samples when it reaches the last.
 
-        `snapshots`: those to take of its states, by the number of tokens that they are behind.
+        `snapshots`: those to take of its states, by the number of tokens that they are behind. `proposed`: tokens that
+        may follow the last; the caller takes in what came of them.
         """
         sequence = self.sequences[slot]
         left = len(sequence.tokens) - sequence.computed
         count = left if num_tokens is None else min(num_tokens, left)
         sequence.computed += count
-        needed = -(-sequence.computed // self._group.block_size) - len(sequence.blocks)
+        reached = sequence.computed + len(proposed)
+        needed = max(0, -(-reached // self._group.block_size) - len(sequence.blocks))
+        if proposed:
+            self._plan.proposals.add(slot=slot, token_ids=proposed)
         new_blocks = [self._free.pop(0) for _ in range(needed)]
         sequence.blocks.extend(new_blocks)
         self._plan.block_slots.extend([slot] * needed)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import yaml
 
-from hetero_operator.reconcile.model import Capabilities, RenderOptions
+from hetero_operator.reconcile.model import Capabilities, Policy, RenderOptions
 
 EXAMPLES: Final = Path(__file__).parents[2] / "examples"
 
@@ -20,6 +20,8 @@ OPTIONS: Final = RenderOptions(
     operator_version="0.1.0",
     operator_namespace="hetero-system",
 )
+OPEN: Final = Policy(allowed_host_paths=("/",))
+"""Allows everything."""
 UPGRADED: Final = RenderOptions(
     gateway_image="registry.example/hetero-gateway:0.2.0",
     cpu_worker_image="registry.example/hetero-cpu:0.2.0",
@@ -121,7 +123,7 @@ images:
 podMetadata:
   labels: {cost-center: "42"}
   annotations: {example.com/owner: ml-platform}
-networkPolicy: {enabled: true, allowModelEgress: true}
+networkPolicy: {enabled: true, metricsFrom: [monitoring], allowModelEgress: true}
 disruptionBudget: {enabled: true}
 monitoring:
   podMonitor: true
@@ -130,6 +132,7 @@ monitoring:
   keySecretRef: {name: scraper, key: token}
 suspend: false
 replicas: 1
+rollout: {strategy: RollingUpdate, maxUnavailable: 1, maxSurge: 0}
 """
 
 _POOLS: Final = """

@@ -21,10 +21,11 @@ _PATIENCE_S = 20.0
 class ScriptedGateway(ranks_pb2_grpc.RanksServicer):
     """One stream at a time. `start` binds; use as a context manager to stop.
 
-    Without a folder for its socket it listens on a TCP port of the loopback interface.
+    Without a folder for its socket it listens on a TCP port of the loopback interface, with `credentials` encrypted.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, *, credentials: grpc.ServerCredentials | None = None) -> None:
+        self._credentials = credentials
         self.target = "127.0.0.1:0" if folder is None else f"unix:{folder / 'ranks.sock'}"
         self._said: queue.SimpleQueue[ranks_pb2.RankMessage | None] = queue.SimpleQueue()
         self._script: queue.SimpleQueue[ranks_pb2.GatewayMessage | grpc.StatusCode | None] = queue.SimpleQueue()
@@ -32,7 +33,10 @@ class ScriptedGateway(ranks_pb2_grpc.RanksServicer):
 
     def start(self) -> None:
         ranks_pb2_grpc.add_RanksServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port(self.target)
+        if self._credentials is None:
+            port = self._server.add_insecure_port(self.target)
+        else:
+            port = self._server.add_secure_port(self.target, self._credentials)
         if self.target == "127.0.0.1:0":
             self.target = f"127.0.0.1:{port}"
         self._server.start()
@@ -74,6 +78,10 @@ class ScriptedGateway(ranks_pb2_grpc.RanksServicer):
             pass
         self._said.put(None)
         self._script.put(None)  # as a gateway does: a rank that has left is done with
+
+    def heard_nothing(self) -> bool:
+        """Whether no message came, and none waits."""
+        return self._said.empty()
 
     def tell(self, epoch: int, **body: Any) -> None:
         """Send a message; the keyword is its body."""

@@ -50,11 +50,15 @@ class Stages:
     num_started: int = 0
 
     @classmethod
-    def load(cls, directory: Path, shares: Shares, *, num_parts: int = 1, link_bytes: int = 1 << 20) -> Stages:
+    def load(
+        cls, directory: Path, shares: Shares, *, num_parts: int = 1, link_bytes: int = 1 << 20, expert_deferral: int = 0
+    ) -> Stages:
         """Every step goes in `num_parts` micro-batches, as many as rows when there are fewer."""
         config = ModelConfig.from_directory(directory)
         plan = shares.plan_for(config)
-        decoders = [load_decoder(directory, config, plan, rank, num_parts) for rank in range(plan.world_size)]
+        decoders = [
+            load_decoder(directory, config, plan, rank, num_parts, expert_deferral) for rank in range(plan.world_size)
+        ]
         caches = [
             decoder.allocate_caches(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_slots=NUM_SLOTS)
             for decoder in decoders
@@ -81,7 +85,9 @@ class Stages:
             return self.decoders[rank].forward(step, caches=self.caches[rank], exchange=exchange)
 
 
-def load_decoder(directory: Path, config: ModelConfig, plan: ShardPlan, rank: int, num_parts: int) -> Decoder:
+def load_decoder(
+    directory: Path, config: ModelConfig, plan: ShardPlan, rank: int, num_parts: int, expert_deferral: int = 0
+) -> Decoder:
     decoder = Decoder(
         config,
         plan,
@@ -90,6 +96,7 @@ def load_decoder(directory: Path, config: ModelConfig, plan: ShardPlan, rank: in
         max_length=128,
         attention=TorchPagedAttention(),
         count_parts=lambda num_rows, num_stages: num_parts,
+        expert_deferral=expert_deferral,
     )
     with Checkpoint(directory) as checkpoint:
         decoder.load(checkpoint, PlainKernel())

@@ -106,6 +106,20 @@ class PlacementView:
 
 
 @dataclass(frozen=True, slots=True)
+class IdleView:
+    """Rest of a group without requests (spec.idle), with the figures of the last time.
+
+    While it `rests` it accepts requests, and wakes with the first. `freed_bytes`: of each rank's device.
+    """
+
+    rests: bool
+    sleeps: int
+    sleep_s: float
+    wake_s: float
+    freed_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GroupTopology:
     """The group as the gateway sees it. `cache_layout` is None until there is a cache."""
 
@@ -129,6 +143,10 @@ class GroupTopology:
     """Why the exchange is not the fastest; "" if it is."""
     model_source: str = ""
     """Origin of weights that were changed on their way; "" for others."""
+    speculation: str = ""
+    """How tokens are proposed and what has come of it; "" if none are."""
+    idle: IdleView | None = None
+    """Rest of a group without requests; None before its first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +277,7 @@ def topology_from(message: admin_pb2.GetTopologyResponse) -> GroupTopology:
         exchange=_word(ranks_pb2.ExchangeKind.Name(message.exchange), "EXCHANGE_KIND_"),
         cache_layout=CacheLayout(layout) if layout else None,
         placement=placement_from(message.placement) if message.HasField("placement") else None,
+        idle=dataclass_from(IdleView, message.idle) if message.idle.sleeps else None,
     )
 
 

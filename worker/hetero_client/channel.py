@@ -49,7 +49,7 @@ _TRANSPORT_WORDS: Final = (
     "broken pipe",
     "dns ",
 )
-_REFUSED_CERTIFICATE: Final = re.compile(r"(?:CERTIFICATE_VERIFY_FAILED: |(?=Peer name ))(.+)")
+_REFUSED_CERTIFICATE: Final = re.compile(r"(?:CERTIFICATE_VERIFY_FAILED: |(?=Peer name |Hostname Verification ))(.+)")
 """Words of gRPC's where a handshake of TLS fails for the server's certificate."""
 _PLAIN: Final[dict[grpc.StatusCode, Callable[..., RequestError]]] = {
     grpc.StatusCode.ALREADY_EXISTS: DuplicateRequestError,

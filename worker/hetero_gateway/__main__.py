@@ -1,10 +1,18 @@
 """`python -m hetero_gateway`. Until it listens there is nothing to drain: a stop signal ends it at once."""
 
+import sys
+
 from hetero_api.contract import EXIT_OK
 from hetero_api.host.stop_signals import end_on_stop_signals
 
 if __name__ == "__main__":
     end_on_stop_signals(lambda _: EXIT_OK)
-    from hetero_gateway.server.app import run
+    if sys.argv[1:2] == ["respond"]:
+        # By itself: a gateway's modules are many times the memory.
+        from hetero_gateway import responder
 
-    run()
+        responder.run(sys.argv[2:])
+    else:
+        from hetero_gateway.server.app import run
+
+        run()

@@ -11,7 +11,7 @@
         memoryBandwidth: 370e9
         flops: {bfloat16: 5e12, float32: 2e12}
         expertShare: 0.45               # part of both that a layer of experts reaches; default: 1
-        weightBits: [8, 4]              # widths it keeps weights in that are stored so; default: CPU [8, 4], GPU none
+        weightBits: [8, 4]              # widths it keeps weights in that are stored so; default: [8, 4]
         ranks: 2                        # of the machine, and cores of each: needed where no manifest is given
         cores: 32
     pools: {fast: {...}}                # the same by the pool's name
@@ -39,7 +39,7 @@ from hetero_api.spec_pools import MAX_RANKS, PoolSpec, PoolType
 from hetero_api.spec_types import Bytes, SpecModel
 from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware, Speeds
 
-_KEPT_BITS: Final = {PoolType.CPU: frozenset({8, 4}), PoolType.GPU: frozenset[int]()}
+_KEPT_BITS: Final = frozenset({8, 4})
 _MESSAGES: Final = {
     "literal_error": "must be 16, 8 or 4",
     "missing": "is required",
@@ -160,7 +160,7 @@ def assume(spec: HeteroInferenceSpec, assumed: AssumedHardware, *, source: str =
             problems.append(f"kinds.{pool.type}.memory: is required, since the manifest does not say it")
             continue
         memory = _usable(spec, pool, memory)
-        bits = _KEPT_BITS[pool.type] if device.weight_bits is None else frozenset(device.weight_bits)
+        bits = _KEPT_BITS if device.weight_bits is None else frozenset(device.weight_bits)
         speeds, cores = device.speeds(), pool.cores_per_rank
         made = RankHardware(pool.type, "assumed", memory, speeds, pool.name, cores, weight_bits=bits)
         ranks += [made] * pool.ranks

@@ -17,13 +17,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
 from hetero_api.kept_weights import KeptWeights
 from hetero_api.model_config import ModelConfig
-from hetero_api.sharding import RankShard, ShardPlan, Stage
+from hetero_api.sharding import NO_UNITS, RankShard, ShardPlan, Stage
 from hetero_api.spec import WorkloadSpec
 from hetero_api.weight_format import FLOAT_WEIGHTS
 from hetero_placement.decision import Bounds, Prediction
@@ -58,11 +58,21 @@ class WidePlace:
 class CostModel:
     """Times of steps of one model on one group. Speeds are taken as they are: see Hardware.levelled.
 
-    `slice_rows` are the rows that travel to a helper at a time; other systems than ours send more.
+    `slice_rows` are the rows that travel to a helper at a time; other systems than ours send more. `expert_deferral`:
+    number of a token's experts whose results from helpers come a layer late.
     """
 
-    def __init__(self, config: ModelConfig, hardware: Hardware, *, dtype: str, slice_rows: int = SLICE_ROWS) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        hardware: Hardware,
+        *,
+        dtype: str,
+        slice_rows: int = SLICE_ROWS,
+        expert_deferral: int = 0,
+    ) -> None:
         self.config = config
+        self._deferral = expert_deferral
         self._slice_rows = slice_rows
         self.hardware = hardware
         self.element_bytes = element_bytes(dtype)
@@ -255,6 +265,18 @@ class CostModel:
             for rank, shard in zip(self.hardware.ranks, plan.ranks, strict=True)
         )
 
+    def read_bytes(self, plan: ShardPlan, rank: int, *, rows: float) -> float:
+        """Return the bytes of a rank's matrices that a decode step of `rows` rows reads.
+
+        Experts count as often as the rows choose any of them on average, and rows of an untied embedding do not.
+        """
+        shard, kept = plan.ranks[rank], self._kept(self._at(rank))
+        chosen = active_share(self._chosen, rows) if self._chosen else 0.0
+        read = replace(shard, embedding_rows=NO_UNITS)
+        always = replace(read, layers=tuple(replace(layer, experts=NO_UNITS) for layer in read.layers))
+        always_bytes = self._matrix_bytes(always, kept)
+        return always_bytes + chosen * (self._matrix_bytes(read, kept) - always_bytes)
+
     def whole_bytes(self, rank: int) -> int:
         """Return the bytes of all the model's weights, if they lay on this rank."""
         whole = shard_of_layers(self.config, 0, self.config.num_layers)
@@ -307,7 +329,25 @@ class CostModel:
         if not any(kind.experts):
             return attention + self.wide_half_s(holders, columns, step, overlapped=overlapped)
         experts = self.experts_half_s(holders, kind.experts, kind.expert_columns, step, overlapped=overlapped)
-        return attention + experts + self._shared_s(holders, columns, step, overlapped=overlapped)
+        saved = min(attention, self._deferred_s(kind, holders, step))
+        return attention + experts - saved + self._shared_s(holders, columns, step, overlapped=overlapped)
+
+    def _deferred_s(self, kind: LayerKind, holders: Sequence[int], step: Step) -> float:
+        """Return the seconds of a layer's experts that helpers compute while holders go on with the next layer.
+
+        Of many rows it is 0: all experts are computed at once then. The last layer of a stage counts as any other.
+        """
+        helpers = [rank for rank, number in enumerate(kind.experts) if number and rank not in holders]
+        experts = self.config.experts
+        if experts is None or not (self._deferral and helpers) or step.rows * experts.per_token > experts.number:
+            return 0.0
+
+        def part_s(rank: int) -> float:
+            part = kind.expert_columns[rank] / self.config.expert_columns if kind.expert_columns[rank] else 1.0
+            return self.ranks[rank].experts(step.rows).unit_s * kind.experts[rank] * part
+
+        slowest, leader = max(map(part_s, helpers)), part_s(holders[0])
+        return min(slowest * self._deferral / experts.per_token, max(0.0, slowest - leader))
 
     def _shared_s(self, holders: Sequence[int], columns: Sequence[float], step: Step, *, overlapped: bool) -> float:
         """Return the seconds of shared experts, which their ranks compute beside their other experts."""

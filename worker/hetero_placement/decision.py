@@ -23,6 +23,8 @@ class Bounds:
     """Type of cached keys and values; empty: the arithmetic type."""
     enforce_eager: bool = False
     """spec.engine.enforceEager: GPU ranks make no graphs, and need no memory for them."""
+    expert_deferral: int = 0
+    """spec.engine.expertDeferral."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ def bounds_of(spec: HeteroInferenceSpec, config: ModelConfig) -> Bounds:
         kv_cache_bytes=spec.engine.kv_cache_memory_bytes,
         kv_cache_dtype=spec.kv_cache_dtype_in_force,
         enforce_eager=spec.engine.enforce_eager,
+        expert_deferral=spec.engine.expert_deferral,
     )
 
 

@@ -113,15 +113,24 @@ class ExpertMoves:
 
 
 def place_experts(
-    plan: ShardPlan, counts: ExpertCounts, costs: ExpertCosts, *, min_gain: float = MIN_GAIN
+    plan: ShardPlan,
+    counts: ExpertCounts,
+    costs: ExpertCosts,
+    *,
+    min_gain: float = MIN_GAIN,
+    most_pairs: int | None = None,
 ) -> ExpertMoves:
     """Find moves that shorten the decode step expected under these counts; none if they save too little.
 
     Layers that are not counted, or that no token went through, stay as they are. Ties go to the expert of the lower
-    number and the lower rank.
+    number and the lower rank. `most_pairs`: of experts that change places in a layer, the best ones; None: any number.
     """
     before_s = expected_step_s(plan, counts, costs)
-    found = [change for layer, chosen in sorted(counts.items()) for change in _improved(plan, layer, chosen, costs)]
+    found = [
+        change
+        for layer, chosen in sorted(counts.items())
+        for change in _improved(plan, layer, chosen, costs, most_pairs)
+    ]
     worthwhile = [change for change in found if change.saved_s >= min_gain * change.before_s]
     saved_s = sum(change.saved_s for change in worthwhile)
     if not worthwhile or saved_s < min_gain * before_s:
@@ -224,12 +233,16 @@ def _activities(chosen: Sequence[int], costs: ExpertCosts) -> list[float]:
     return [1 - (1 - min(1.0, count / tokens)) ** costs.rows for count in chosen]
 
 
-def _improved(plan: ShardPlan, layer: int, chosen: Sequence[int], costs: ExpertCosts) -> Iterator[_Change]:
+def _improved(
+    plan: ShardPlan, layer: int, chosen: Sequence[int], costs: ExpertCosts, most_pairs: int | None
+) -> Iterator[_Change]:
     """Yield the layer dealt better, if exchanges of experts improve it."""
     deal = _deal(plan, layer, chosen, costs)
     before_s = max(deal.times_s)
-    while (pair := _best_pair(deal)) is not None:
+    pairs = 0
+    while pairs != most_pairs and (pair := _best_pair(deal)) is not None:
         deal.exchange(pair)
+        pairs += 1
     held = [sorted(expert.number for expert in experts) for experts in deal.held]
     num_moved = sum(len(set(now) - set(then)) for now, then in zip(held, _held(plan, layer), strict=True))
     if num_moved:

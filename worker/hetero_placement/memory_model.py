@@ -142,7 +142,7 @@ class MemoryModel:
             weights=self.weight_parts(rank, shard).total,
             cache=cache,
             states=memory.state_bytes(shard) + (cache // (SNAPSHOT_PART - 1) if memory.snapshot_bytes(shard) else 0),
-            workspace=with_margin(memory.summed_workspace_bytes(shard)) + gathered,
+            workspace=with_margin(memory.summed_workspace_bytes(shard)) + gathered + memory.arriving_expert(shard),
             graphs=self._graphs(shard) if is_gpu else 0,
             runtime=measured if hardware.runtime_bytes else assumed,
         )

@@ -84,7 +84,7 @@ def predict(
     config: ModelConfig, hardware: Hardware, plan: ShardPlan, *, dtype: str, workload: WorkloadSpec, bounds: Bounds
 ) -> Prediction:
     """Predict the workload under a plan that is in use."""
-    model = CostModel(config, hardware.levelled(), dtype=dtype)
+    model = CostModel(config, hardware.levelled(), dtype=dtype, expert_deferral=bounds.expert_deferral)
     return model.predict(plan, workload, bounds)
 
 
@@ -126,7 +126,7 @@ class _Solver:
         self._experts = placement.experts
         self._bounds = bounds
         self._exhaustive = exhaustive
-        self._model = CostModel(config, hardware, dtype=dtype)
+        self._model = CostModel(config, hardware, dtype=dtype, expert_deferral=bounds.expert_deferral)
         self._memory = MemoryModel(config, hardware, bounds, dtype=dtype)
         self._steps = WorkloadSteps.of(self._workload, bounds).all
         self._every_rank = self._mode == PlacementMode.TENSOR
@@ -158,7 +158,7 @@ class _Solver:
             yield self._layer_option()
         if self._gpus and self._cpus:
             found = self._best(self._roles.mlp_only())
-            problem = "" if found is not None else self._problem_of_gpus()
+            problem = "" if found is not None else self._problem_of_helpers()
             yield self._option(MLP_ONLY, PlacementMode.TENSOR, found, self._all, problem=problem)
             yield self._option(ALL_PARTS, PlacementMode.TENSOR, self._best(self._roles.all_parts()), self._all)
         elif self._cpus:
@@ -308,8 +308,10 @@ class _Solver:
         prediction = Prediction(batch / seconds, 0.0, 0.0, seconds)
         return Option(STREAMING, None, prediction=prediction, why_not=why_not)
 
-    def _problem_of_gpus(self) -> str:
-        """Say which GPU rank has no room even for attention alone; empty if they have."""
+    def _problem_of_helpers(self) -> str:
+        """Say why CPU ranks cannot all help: too few slices, or a GPU rank without room for attention; or empty."""
+        if problem := self._too_few_slices(self._all, self._gpus):
+            return problem
         on_gpu = [float(rank in self._gpus) for rank in self._all]
         on_cpu = [1.0 - share for share in on_gpu]
         shares = PlacementShares(attention=on_gpu, mlp=on_cpu, vocabulary=on_cpu)
@@ -318,9 +320,28 @@ class _Solver:
     def _no_room(self, ranks: Sequence[int]) -> str:
         if self._every_rank and len(ranks) > most_ranks(self._config):
             return too_many_ranks(len(self._all), describe_units(self._config))
+        if problem := self._too_few_slices(ranks, ranks):
+            return problem
         weights = min(self._model.whole_bytes(rank) for rank in ranks)
         cache = self._memory.cache_bytes(self._config.num_kv_heads)
         return self._memory.shortage(weights + cache, tuple(ranks))
+
+    def _too_few_slices(self, ranks: Sequence[int], holders: Sequence[int]) -> str:
+        """Return the message that an expert has too few units to give ranks without heads one each; empty if not.
+
+        `holders`: those of `ranks` that may have heads.
+        """
+        config, shares = self._config, self._shares
+        units = units_of(config.expert_columns, config.expert_unit)
+        needs_all = not shares.mlp and (self._every_rank or shares.attention or shares.vocabulary)
+        others = len(ranks) - min(len(holders), config.num_kv_heads)
+        if self._experts != ExpertDeal.SLICES or self._uncut or not needs_all or others <= units:
+            return ""
+        return (
+            f"spec.placement.experts: Slices has {units} units of an expert's columns ({config.expert_columns} in "
+            f"units of {config.expert_unit}) for {others} of the {len(ranks)} ranks, which have no KV heads and need "
+            "one each; use fewer ranks, Whole or Auto"
+        )
 
 
 def _units_by(total: int, weights: Sequence[float], unit: int = UNIT) -> tuple[int, ...]:

@@ -14,9 +14,11 @@ import base64
 import logging
 import secrets
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from hetero_api.contract import LABEL_NAME
+from hetero_operator.authority import inside_certificates
 from hetero_operator.cluster.cache import ClusterCache
 from hetero_operator.cluster.inquiries import SecretBook
 from hetero_operator.cluster.kinds import kind_of
@@ -34,6 +36,7 @@ from hetero_operator.reconcile.model import (
     Plan,
     WriteFailure,
 )
+from hetero_operator.timing import now_utc
 
 logger = logging.getLogger(__name__)
 
@@ -96,16 +99,45 @@ class PlanExecution:
 
     async def _create(self, secret: NewSecret) -> None:
         ref = ObjectRef.from_object(secret.manifest)
-        values = {key: _fresh_token() for key in secret.generated_keys}
         try:
+            values = await self._values(ref, secret)
             made = await self._api.create(kind_of(ref).path(self._owner.namespace), {**secret.manifest, "data": values})
         except Conflict:
             # Since we looked, someone made it: it is either ours or a stranger's, which the next look will tell.
             self._failures.append(WriteFailure(ref, FailureKind.TRANSIENT, f"{ref.kind} {ref.name} came up meanwhile"))
+            await self._see_again(ref)
         except ApiError as error:
             self._failed(ref, error)
         else:
             self._remember(ref, made)
+
+    async def _values(self, ref: ObjectRef, secret: NewSecret) -> dict[str, str]:
+        """Make up the values of a Secret; the one that it renews is deleted. Raises ApiError.
+
+        An operator may create and delete Secrets, and change none. Pods keep the files of one that is gone.
+        """
+        values = {key: secrets.token_urlsafe(TOKEN_BYTES).encode() for key in secret.generated_keys}
+        if secret.gateway_names:
+            stored = await self._data_of(ref) if secret.renews else {}
+            values |= await asyncio.to_thread(inside_certificates, secret.gateway_names, now_utc(), stored)
+        if secret.renews:
+            await self._make_way(ref, secret.renews)
+        return {key: base64.b64encode(value).decode() for key, value in values.items()}
+
+    async def _data_of(self, ref: ObjectRef) -> dict[str, bytes]:
+        """Return the data of a Secret, {} if it is gone. Raises ApiError."""
+        try:
+            found = await self._api.get(self._path(ref))
+        except NotFound:
+            return {}
+        return {key: base64.b64decode(value) for key, value in (found.get("data") or {}).items()}
+
+    async def _make_way(self, ref: ObjectRef, uid: str) -> None:
+        """Delete an object, if it still is the one of that uid. Raises ApiError."""
+        options = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
+        with suppress(NotFound):
+            await self._api.delete(self._path(ref), options)
+        self._store(ref).bury(self._owner.namespace, ref.name, uid)
 
     async def _apply(self, manifest: Object) -> None:
         ref = ObjectRef.from_object(manifest)
@@ -191,10 +223,6 @@ def failure_kind(error: ApiError) -> FailureKind:
     if error.status == 403:
         return FailureKind.FORBIDDEN
     return FailureKind.INVALID if isinstance(error, Refused) else FailureKind.TRANSIENT
-
-
-def _fresh_token() -> str:
-    return base64.b64encode(secrets.token_urlsafe(TOKEN_BYTES).encode()).decode()
 
 
 def any_transient(failures: Iterable[WriteFailure]) -> bool:

@@ -8,7 +8,7 @@ every Warning of the whole cluster, all the time, for the few that matter.)
 
 Whoever may list Secrets may read all of them; the operator needs a few, whose names it knows. So nothing watches them:
 an answer is believed for a while, and read again sooner when pods of the resource wait for something. Metadata are
-kept, values are not; the admin's token of a revision is kept apart.
+kept, values are not; what the operator shows a gateway is kept apart: the admin's token and its certificate.
 """
 
 from __future__ import annotations
@@ -24,11 +24,19 @@ from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import quote
 
-from hetero_api.contract import LABEL_NAME, LABEL_REVISION, SECRET_ADMIN_TOKEN_KEY
+from hetero_api.contract import (
+    LABEL_NAME,
+    LABEL_REVISION,
+    SECRET_ADMIN_TOKEN_KEY,
+    SECRET_INSIDE_AUTHORITY,
+    SECRET_OPERATOR_CERTIFICATE,
+    SECRET_OPERATOR_KEY,
+)
 from hetero_operator.cluster.kinds import EVENT, SECRET
 from hetero_operator.cluster.store import Key, ObjectStore
 from hetero_operator.cluster.transport import Object, Transport
 from hetero_operator.errors import ApiError, NotFound
+from hetero_operator.reconcile.inventory import label_of, ordinal_of
 from hetero_operator.reconcile.model import PodEvent
 from hetero_operator.reconcile.names import Names
 
@@ -189,18 +197,23 @@ def _moment(event: Object) -> str:
 
 
 class SecretBook:
-    """Metadata of the groups' Secrets, and the admin token of each resource."""
+    """Metadata of the groups' Secrets, and what the operator shows the gateway of each resource."""
 
     def __init__(self, api: Transport, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.store = ObjectStore(SECRET, secret_fields=("data", "stringData"))
         self._api = api
         self._clock = clock
         self._asked: dict[Key, dict[str, float]] = {}
-        self._tokens: dict[Key, tuple[str, str, str]] = {}
+        self._values: dict[Key, dict[str, tuple[str, Mapping[str, bytes]]]] = {}
 
     async def secrets_of(self, owner: Key, objects: Iterable[Object], *, doubt: bool) -> list[Object]:
         """Return the Secrets of all revisions that the resource's objects and pods have. Raises ApiError."""
-        names = {Names(owner.name).group_secret(revision) for revision in _revisions(objects)}
+        names = {
+            name
+            for ordinal, revision in _revisions(objects)
+            for own in [Names(owner.name, ordinal)]
+            for name in (own.group_secret(revision), own.inside_secret(revision))
+        }
         known = [item["metadata"]["name"] for item in self.store.owned_by(owner)]
         # What is kept and was never asked for is an answer to a write of ours.
         asked = dict.fromkeys(known, self._clock()) | self._asked.get(owner, {})
@@ -212,28 +225,48 @@ class SecretBook:
         self._asked[owner] = {name: moment for name, moment in asked.items() if name in names}
         return self.store.owned_by(owner)
 
-    async def admin_token(self, owner: Key, revision: str) -> str:
-        """Return the token that a gateway of that revision asks its administrator for, "" if there is none.
+    async def admin_token(self, owner: Key, revision: str, *, ordinal: int = 0) -> str:
+        """Return the token that a replica's gateway of that revision asks its administrator for, "" if there is none.
 
         Raises ApiError.
         """
-        name = Names(owner.name).group_secret(revision)
+        name = Names(owner.name, ordinal).group_secret(revision)
+        values = await self._values_of(owner, name, [SECRET_ADMIN_TOKEN_KEY])
+        return values[SECRET_ADMIN_TOKEN_KEY].decode() if values else ""
+
+    async def operator_certificate(
+        self, owner: Key, revision: str, *, ordinal: int = 0
+    ) -> tuple[bytes, bytes, bytes] | None:
+        """Return authority, certificate and key that a replica's gateway of that revision knows the operator by.
+
+        All are in PEM; None: there are none. Raises ApiError.
+        """
+        keys = (SECRET_INSIDE_AUTHORITY, SECRET_OPERATOR_CERTIFICATE, SECRET_OPERATOR_KEY)
+        values = await self._values_of(owner, Names(owner.name, ordinal).inside_secret(revision), keys)
+        authority, certificate, key = (values.get(key, b"") for key in keys)
+        return (authority, certificate, key) if authority and certificate and key else None
+
+    async def _values_of(self, owner: Key, name: str, keys: Sequence[str]) -> Mapping[str, bytes]:
+        """Return some values of a Secret as of its last known version, {} if there is none. Raises ApiError."""
         entry = self.store.entry(owner.namespace, name)
-        known = self._tokens.get(owner)
-        if entry is not None and known is not None and known[:2] == (name, entry.version):
-            return known[2]
+        known = self._values.setdefault(owner, {})
+        if entry is not None and name in known and known[name][0] == entry.version:
+            return known[name][1]
         try:
             found = await self._api.get(SECRET.path(owner.namespace, name))
         except NotFound:
-            return ""
-        token = base64.b64decode((found.get("data") or {}).get(SECRET_ADMIN_TOKEN_KEY, "")).decode()
-        self._tokens[owner] = (name, found["metadata"]["resourceVersion"], token)
-        return token
+            return {}
+        data = found.get("data") or {}
+        values = {key: base64.b64decode(data.get(key, "")) for key in keys}
+        # Those of revisions that are gone are forgotten.
+        kept = {each: known[each] for each in known if self.store.entry(owner.namespace, each) is not None}
+        self._values[owner] = {**kept, name: (found["metadata"]["resourceVersion"], values)}
+        return values
 
     def forget_resource(self, owner: Key) -> None:
         """Drop everything about a resource that is gone."""
         self._asked.pop(owner, None)
-        self._tokens.pop(owner, None)
+        self._values.pop(owner, None)
         for item in self.store.owned_by(owner):
             self.store.discard(owner.namespace, item["metadata"]["name"])
 
@@ -247,6 +280,7 @@ class SecretBook:
             self.store.put(found)
 
 
-def _revisions(objects: Iterable[Object]) -> set[str]:
-    labels = ((item["metadata"].get("labels") or {}).get(LABEL_REVISION) for item in objects)
-    return {revision for revision in labels if revision}
+def _revisions(objects: Iterable[Object]) -> set[tuple[int, str]]:
+    """Return ordinals of replicas with their revisions."""
+    labels = ((ordinal_of(item), label_of(item, LABEL_REVISION)) for item in objects)
+    return {(ordinal, revision) for ordinal, revision in labels if revision}

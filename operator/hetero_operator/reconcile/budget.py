@@ -66,7 +66,7 @@ def account(
     waiting = _without_pods(observed, spec, inventory)
     is_new = stored.revision != revision
     before = RestartsStatus() if is_new else _renewed(stored.restarts, spec.recovery, observed.now, waiting=waiting)
-    expected = expected_pods(Names(observed.resource["metadata"]["name"]), spec)
+    expected = expected_pods(Names.of(observed), spec)
     seen = {item.pod: item for item in before.seen}
     by_pod = _by_pod(expected)
     news = [
@@ -244,7 +244,7 @@ def gap_s(attempts: int) -> int:
 
 def _without_pods(observed: Observed, spec: HeteroInferenceSpec, inventory: Inventory) -> frozenset[str]:
     """Return the sets of rank pods whose StatefulSet asks for none."""
-    names = Names(observed.resource["metadata"]["name"])
+    names = Names.of(observed)
     workloads = {
         ranks.name: inventory.named(STATEFUL_SET, names.rank_set(ranks.name), group="apps") for ranks in rank_sets(spec)
     }

@@ -17,7 +17,7 @@ from hetero_operator.reconcile.revision import digest
 
 _HASH_LENGTH: Final = 16
 
-_MERGE_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+MERGE_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "containers": ("name",),
     "initContainers": ("name",),
     "volumes": ("name",),
@@ -63,7 +63,7 @@ def _holds(live: Any, wanted: Any, *, field: str, kind: str) -> bool:
 
 
 def _holds_list(live: Any, wanted: Sequence[Any], *, field: str, kind: str) -> bool:
-    keys = _PORT_KEYS.get(kind) if field == "ports" else _MERGE_KEYS.get(field)
+    keys = _PORT_KEYS.get(kind) if field == "ports" else MERGE_KEYS.get(field)
     if keys is None:
         return len(live) == len(wanted) and all(
             _holds(a, b, field=field, kind=kind) for a, b in zip(live, wanted, strict=True)

@@ -40,7 +40,7 @@ def clients_of(spec: HeteroInferenceSpec, names: Names, inventory: Inventory) ->
         return Clients(asked.value)
     if spec.gateway.service.type != _INSIDE:
         return Clients.ALL
-    policy = inventory.named("NetworkPolicy", names.gateway, group="networking.k8s.io")
+    policy = inventory.named("NetworkPolicy", names.gateway_account, group="networking.k8s.io")
     if policy is None:
         return Clients.NAMESPACE
     annotations = policy["metadata"].get("annotations") or {}

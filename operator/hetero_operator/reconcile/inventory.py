@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from hetero_api.contract import API_VERSION, GROUP, KIND, LABEL_GATEWAY_REVISION, LABEL_REVISION
+from hetero_api.contract import API_VERSION, GROUP, KIND, LABEL_GATEWAY_REVISION, LABEL_REPLICA, LABEL_REVISION
 from hetero_operator.reconcile.model import Object, ObjectRef, Observed
 from hetero_operator.reconcile.names import Names
 
@@ -59,6 +59,12 @@ def is_owned_by(item: Object, uid: str) -> bool:
 def label_of(item: Object, label: str) -> str:
     """Return the value of an object's label, "" when it has none."""
     return str((item["metadata"].get("labels") or {}).get(label, ""))
+
+
+def ordinal_of(item: Object) -> int:
+    """Return the ordinal of the replica that an object is of."""
+    text = label_of(item, LABEL_REPLICA)
+    return int(text) if text.isdecimal() else 0
 
 
 def template_label_of(item: Object, label: str) -> str:

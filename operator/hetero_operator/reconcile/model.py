@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from hetero_api.group_state import GroupState
 from hetero_api.v1.admin_pb2 import GetTopologyResponse
@@ -54,6 +54,39 @@ class RenderOptions:
     operator_namespace: str = ""
     """Where the operator runs; "" outside a cluster."""
     run_as_user: int = 65532
+    inside_tls: bool = False
+    """Whether gateway, ranks and operator know one another by certificates."""
+
+
+ANY_NAME: Final = "*"
+"""Entry of a list of allowed names that allows every name."""
+
+DEFAULT_DNS: Final = (
+    "kube-system/k8s-app=kube-dns",
+    "openshift-dns/dns.operator.openshift.io/daemonset-dns=default",
+    "169.254.20.10/32",
+)
+"""Where clusters have their name servers: kube-dns and CoreDNS, OpenShift's, and NodeLocal DNSCache on each node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Names that resources may use and users that their pods run as, as whoever runs the operator sets it.
+
+    In an allowed name `*` stands for any text; folders are allowed with everything below them.
+    """
+
+    allowed_host_paths: tuple[str, ...] = ()
+    """Folders of nodes that pods may mount; "/" allows all."""
+    allowed_images: tuple[str, ...] = (ANY_NAME,)
+    allowed_secrets: tuple[str, ...] = (ANY_NAME,)
+    allowed_priority_classes: tuple[str, ...] = (ANY_NAME,)
+    allowed_schedulers: tuple[str, ...] = (ANY_NAME,)
+    allowed_runtime_classes: tuple[str, ...] = (ANY_NAME,)
+    namespace_users: tuple[int, int] | None = None
+    """First and last of the uids of which each namespace's pods get their own; None: all run as the same user."""
+    cluster_dns: tuple[str, ...] = DEFAULT_DNS
+    """Name servers that pods may ask: NAMESPACE/LABEL=VALUE selects pods, other entries are CIDRs; ANY_NAME: any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +114,12 @@ class GatewayReport:
         """State of the group."""
         return GroupState.from_proto(self.group.state)
 
+    @property
+    def takes_requests(self) -> bool:
+        """Whether ranks are there for requests: they compute, or they rest until the next request (spec.idle)."""
+        rests = self.state is GroupState.ASLEEP and self.group.idle.rests
+        return rests or self.state is GroupState.READY
+
 
 @dataclass(frozen=True, slots=True)
 class Observed:
@@ -96,12 +135,19 @@ class Observed:
     """With a time zone."""
     capabilities: Capabilities
     options: RenderOptions
+    policy: Policy
     nodes: Mapping[str, Object | None] = field(default_factory=dict)
     """Nodes that were asked for, by name: None does not exist. A name that is missing is not known."""
     pod_events: Mapping[str, Sequence[PodEvent]] = field(default_factory=dict)
     """Warnings by uid of the pod, newest first, of pods that wait."""
     gateway: GatewayReport | None = None
-    """None: no gateway pod has an address yet."""
+    """Report of replica 0's gateway, or of a view's; None: no gateway pod has an address yet."""
+    gateways: Mapping[int, GatewayReport] = field(default_factory=dict)
+    """Reports of the gateways of further replicas, by ordinal."""
+    ordinal: int = 0
+    """The replica that a view is of."""
+    revisions: tuple[str, str] | None = None
+    """Revisions of ranks and gateway of a view with an earlier spec; None: the spec is the one as written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +167,12 @@ class NewSecret:
 
     manifest: Object
     """The Secret without `data` and `stringData`."""
-    generated_keys: tuple[str, ...]
+    generated_keys: tuple[str, ...] = ()
     """Keys of `data`; each gets a random token of its own, at least 256 bits, printable ASCII, no line end."""
+    gateway_names: tuple[str, ...] = ()
+    """DNS names of the gateway whose group's certificates it holds; empty: it holds none."""
+    renews: str = ""
+    """uid of the Secret whose place it takes, and whose authority goes on; "" where there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Refusals of a spec: it is invalid, cannot be served, may not follow the last one, or needs what the cluster lacks.
+"""Refusals of a spec: it is invalid, may not follow the last one, is not allowed, or needs what the cluster lacks.
 
 A refused spec changes nothing at all: no object of it is applied, and what runs is left alone.
 """
@@ -6,20 +6,26 @@ A refused spec changes nothing at all: no object of it is applied, and what runs
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero_api.contract import LABEL_REVISION
 from hetero_api.errors import ManifestError
 from hetero_api.manifest import check_transition, find_unserved, parse_resource
 from hetero_api.spec import ExchangeKind, HeteroInferenceSpec
 from hetero_api.spec_cluster import GangScheduler
+from hetero_api.spec_types import MAX_WORKLOAD_NAME_LENGTH
 from hetero_operator.reconcile.exposure import exposing_fields
 from hetero_operator.reconcile.inventory import Inventory, ObjectKey, label_of, taken_by_others
+from hetero_operator.reconcile.manifests.adaptation import broken_promises
 from hetero_operator.reconcile.manifests.config import stored_resource
+from hetero_operator.reconcile.manifests.gateway import gateway_additions, plain_gateway_template
 from hetero_operator.reconcile.manifests.optional_kinds import POD_GROUP, RESOURCE_CLAIM_TEMPLATE, device_class
+from hetero_operator.reconcile.manifests.rank_pod import plain_rank_template, rank_additions
 from hetero_operator.reconcile.manifests.rendering import Rendering
 from hetero_operator.reconcile.model import Capabilities, Object
-from hetero_operator.reconcile.rank_sets import num_rank_pods
+from hetero_operator.reconcile.names import Names
+from hetero_operator.reconcile.policy import violations
+from hetero_operator.reconcile.rank_sets import num_rank_pods, rank_sets
 from hetero_operator.reconcile.status.reasons import Reason
 
 
@@ -43,8 +49,8 @@ def read_spec(resource: Object) -> HeteroInferenceSpec | Refusal:
 def refusal_of(rendering: Rendering, inventory: Inventory) -> Refusal | None:
     """Refuse a valid spec that cannot be put in force, None: it can.
 
-    No gateway of this version starts with it, the one in force cannot become it, or it needs what the cluster lacks,
-    where leaving that out would not be what the user asked for.
+    No gateway of this version starts with it, the one in force cannot become it, the policy forbids it, or it needs
+    what the cluster lacks, where leaving that out would not be what the user asked for.
     """
     for reason, problems in _objections(rendering, inventory):
         if problems:
@@ -54,9 +60,32 @@ def refusal_of(rendering: Rendering, inventory: Inventory) -> Refusal | None:
 
 def _objections(rendering: Rendering, inventory: Inventory) -> Iterator[tuple[Reason, Sequence[str]]]:
     yield Reason.INVALID_SPEC, find_unserved(rendering.spec)
+    yield Reason.INVALID_SPEC, list(_crowded_names(rendering.spec, rendering.names))
     yield Reason.INVALID_SPEC, _transition_problems(rendering, inventory)
     yield Reason.INVALID_SPEC, _exposing(rendering, inventory)
+    yield Reason.NOT_ALLOWED, list(violations(rendering.spec, rendering.policy))
+    if rendering.spec.gateway.pod_template or any(pool.pod_template for pool in rendering.spec.pools):
+        yield Reason.INVALID_SPEC, list(_changed_pods(rendering))
     yield Reason.NOT_SUPPORTED, list(_lacking(rendering.spec, rendering.capabilities))
+
+
+def _crowded_names(spec: HeteroInferenceSpec, names: Names) -> Iterator[str]:
+    """Yield why replicas cannot be named: too long for labels of their pods, or like another replica's."""
+    ordinals = range(spec.replicas + spec.rollout.surge)
+    sets = [replace(names, ordinal=ordinal).rank_set(ranks.name) for ordinal in ordinals for ranks in rank_sets(spec)]
+    excess = max(map(len, sets), default=0) - MAX_WORKLOAD_NAME_LENGTH
+    if excess > 0:
+        yield f"metadata.name: must be shorter by {excess} characters for {len(ordinals)} replicas"
+    if len(set(sets)) < len(sets):
+        yield "spec.pools: a pool is named like another replica's; make a resource with another name for it"
+
+
+def _changed_pods(rendering: Rendering) -> Iterator[str]:
+    """Yield why patches of pods cannot be applied."""
+    spec = rendering.spec
+    for ranks in rank_sets(spec):
+        yield from broken_promises(plain_rank_template(rendering, ranks), rank_additions(spec, ranks))
+    yield from broken_promises(plain_gateway_template(rendering), gateway_additions(spec))
 
 
 def _exposing(rendering: Rendering, inventory: Inventory) -> Sequence[str]:

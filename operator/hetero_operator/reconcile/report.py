@@ -8,19 +8,22 @@ when requests are served, and when they no longer are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hetero_api.status import Condition, ConditionStatus, ConditionType, HeteroInferenceStatus
 from hetero_operator.reconcile.inventory import is_leaving
 from hetero_operator.reconcile.model import Object, Observed, Outcome, Plan, Report, Transition
+from hetero_operator.reconcile.replicas import Course, Judged, judged_replicas
 from hetero_operator.reconcile.revision import without_empty
 from hetero_operator.reconcile.status.figures import figures
 from hetero_operator.reconcile.status.findings import TRUE, Blockers, Finding, degraded, findings
 from hetero_operator.reconcile.status.progress import look_again_s, progressing
 from hetero_operator.reconcile.status.reasons import Reason
 from hetero_operator.reconcile.status.situation import Situation
-from hetero_operator.reconcile.status.text import stored_conditions, timestamp
+from hetero_operator.reconcile.status.text import stored_conditions, stored_status, timestamp
+from hetero_operator.reconcile.status.whole import Part, is_rolling_out, whole_figures, whole_findings
 
 _OF_THE_SPEC = frozenset({ConditionType.ACCEPTED, ConditionType.PROGRESSING, ConditionType.DEGRADED})
 """Conditions that tell of the spec as written; others tell of the one in force."""
@@ -35,21 +38,46 @@ def report(observed: Observed, plan: Plan, outcome: Outcome) -> Report:
     stored: Object = observed.resource.get("status") or {}
     if is_leaving(observed.resource):
         return Report(status=stored)
-    situation = Situation.from_look(observed, plan, outcome)
-    blockers = Blockers.from_situation(situation)
-    conditions = _conditions(situation, blockers)
-    status = _decoded(situation, conditions, is_serving=blockers.is_serving)
+    parts = [_part(judged, plan, outcome) for judged in judged_replicas(observed, is_refused=bool(plan.refusal))]
+    before, conditions, reported = _of_one(parts[0]) if len(parts) == 1 else _of_all(observed, parts)
+    status = _decoded(conditions, reported)
+    waits = [look_again_s(part.situation, part.blockers, part.conditions) for part in parts]
     return Report(
         status=stored if _says_the_same(stored, status) else status,
-        events=transitions(stored_conditions(situation.stored), conditions),
-        look_again_s=look_again_s(situation, blockers, conditions),
+        events=transitions(stored_conditions(before), conditions),
+        look_again_s=min((wait for wait in waits if wait is not None), default=None),
     )
 
 
-def _conditions(situation: Situation, blockers: Blockers) -> dict[str, Condition]:
-    """Return all conditions, in the order of ConditionType."""
+def _part(judged: Judged, plan: Plan, outcome: Outcome) -> Part:
+    situation = Situation.from_look(judged.view, plan, outcome)
+    blockers = Blockers.from_situation(situation)
+    conditions = _conditions(situation, blockers, is_old=judged.course is Course.KEPT)
+    return Part(judged, situation, blockers, conditions)
+
+
+def _of_one(part: Part) -> tuple[HeteroInferenceStatus, Conditions, dict[str, Any]]:
+    """Return the last report, and conditions and figures of this one."""
+    situation = part.situation
+    return situation.stored, part.conditions, figures(situation, is_serving=part.blockers.is_serving)
+
+
+def _of_all(observed: Observed, parts: Sequence[Part]) -> tuple[HeteroInferenceStatus, Conditions, dict[str, Any]]:
+    """Return the last report about the whole, and conditions and figures of this one."""
+    stored, found = stored_status(observed.resource), whole_findings(parts)
+    whole, is_old = replace(parts[0].situation, stored=stored), is_rolling_out(parts)
+    conditions: dict[str, Condition] = {
+        kind: condition_of(kind, found[kind], whole, is_old=is_old) for kind in ConditionType
+    }
+    return stored, conditions, whole_figures(parts)
+
+
+def _conditions(situation: Situation, blockers: Blockers, *, is_old: bool) -> dict[str, Condition]:
+    """Return all conditions, in the order of ConditionType; `is_old`: of a replica with an earlier spec."""
     found = findings(situation, blockers).items()
-    conditions: dict[str, Condition] = {kind: condition_of(kind, item, situation) for kind, item in found}
+    conditions: dict[str, Condition] = {
+        kind: condition_of(kind, item, situation, is_old=is_old) for kind, item in found
+    }
     judgement = progressing(situation, blockers, conditions)
     damage = _with_deadline(degraded(situation, blockers), judgement)
     for kind, item in ((ConditionType.PROGRESSING, judgement), (ConditionType.DEGRADED, damage)):
@@ -64,11 +92,9 @@ def _with_deadline(damage: Finding, judgement: Finding) -> Finding:
     return damage
 
 
-def _decoded(situation: Situation, conditions: Mapping[str, Condition], *, is_serving: bool) -> dict[str, Any]:
+def _decoded(conditions: Conditions, reported: Mapping[str, Any]) -> dict[str, Any]:
     status = HeteroInferenceStatus(
-        **figures(situation, is_serving=is_serving),
-        reason=conditions[ConditionType.READY].reason,
-        conditions=list(conditions.values()),
+        **reported, reason=conditions[ConditionType.READY].reason, conditions=list(conditions.values())
     )
     dumped = status.model_dump(mode="json", by_alias=True, exclude_none=True)
     return without_empty(dumped, empty=("", [], {}))
@@ -82,8 +108,11 @@ def _says_the_same(stored: Object, status: Mapping[str, Any]) -> bool:
     return {**stored, "conditions": ours} == dict(status)
 
 
-def condition_of(kind: ConditionType, finding: Finding, situation: Situation) -> Condition:
-    """Return a finding as a condition; its time moves only when its status does."""
+def condition_of(kind: ConditionType, finding: Finding, situation: Situation, *, is_old: bool = False) -> Condition:
+    """Return a finding as a condition; its time moves only when its status does.
+
+    `is_old`: pods have the spec before the one as written, at least some of them.
+    """
     before = stored_conditions(situation.stored).get(kind)
     same = before is not None and before.status == finding.status
     return Condition(
@@ -92,7 +121,7 @@ def condition_of(kind: ConditionType, finding: Finding, situation: Situation) ->
         reason=finding.reason,
         message=_message(finding, before),
         last_transition_time=before.last_transition_time if before and same else timestamp(situation.observed.now),
-        observed_generation=_generation(kind, situation, before),
+        observed_generation=_generation(kind, situation, before, is_old=is_old),
     )
 
 
@@ -102,13 +131,14 @@ def _message(finding: Finding, before: Condition | None) -> str:
     return before.message if before.message.startswith(finding.vague_about) else finding.message
 
 
-def _generation(kind: ConditionType, situation: Situation, before: Condition | None) -> int:
+def _generation(kind: ConditionType, situation: Situation, before: Condition | None, *, is_old: bool) -> int:
     """Return the generation that a condition is about.
 
-    While a spec is refused, conditions about pods are about the spec before it: nobody who waits for the new one to be
-    ready may take them for that.
+    While a spec is refused or rolled out, conditions about pods are about the spec before it: nobody who waits for the
+    new one to be ready may take them for that.
     """
-    if situation.plan.refusal and situation.basis is not None and kind not in _OF_THE_SPEC:
+    is_refused = bool(situation.plan.refusal) and situation.basis is not None
+    if (is_refused or is_old) and kind not in _OF_THE_SPEC:
         reported = before.observed_generation if before is not None else None
         return situation.generation if reported is None else reported
     return situation.generation

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from hetero_api.contract import ANNOTATION_RESTARTED_AT
 from hetero_api.effects import Effect, fields_with
 from hetero_api.spec import HeteroInferenceSpec
-from hetero_operator.reconcile.model import Object
+from hetero_operator.reconcile.model import Object, Observed
 
 RANK_EFFECTS: Final = frozenset({Effect.RANKS})
 GATEWAY_EFFECTS: Final = frozenset({Effect.RANKS, Effect.GATEWAY})
@@ -41,6 +41,11 @@ def revisions_of(resource: Object, spec: HeteroInferenceSpec) -> Revisions:
         ranks=_hash(fields_with(canonical, RANK_EFFECTS), restarted_at),
         gateway=_hash(fields_with(canonical, GATEWAY_EFFECTS), restarted_at),
     )
+
+
+def revisions_in(observed: Observed, spec: HeteroInferenceSpec) -> Revisions:
+    """Return the revisions of the spec in an observation, which a view may have of an earlier one."""
+    return revisions_of(observed.resource, spec) if observed.revisions is None else Revisions(*observed.revisions)
 
 
 def canonical_spec(spec: HeteroInferenceSpec) -> dict[str, Any]:

@@ -27,6 +27,7 @@ IN_PCI_ORDER: Final[Mapping[str, str]] = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 """Environment in which CUDA numbers devices as here."""
 
 _DEVICE_FILE: Final = re.compile(r"^nvidia(\d+)$")
+_DRIVER_VERSION: Final = re.compile(r"^NVRM version:.*?\s(\d+(?:\.\d+)+)\s", re.MULTILINE)
 _PCI_ADDRESS: Final = re.compile(r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$", re.IGNORECASE)
 
 
@@ -47,6 +48,12 @@ def visible_gpus(environment: Mapping[str, str], *, root: Path = Path("/")) -> t
     chosen = environment.get(ENV_VISIBLE_DEVICES)
     seen = present if chosen is None else _chosen(present, chosen)
     return tuple(replace(gpu, number=number) for number, gpu in enumerate(seen))
+
+
+def installed_driver(root: Path = Path("/")) -> str:
+    """Return the version of NVIDIA's kernel module, "580.65.06"; "" if there is none or the files do not tell."""
+    found = _DRIVER_VERSION.search(read_text(root / "proc/driver/nvidia/version"))
+    return found[1] if found else ""
 
 
 def _present(root: Path) -> list[Gpu]:

@@ -590,6 +590,10 @@ class RankStatus(_message.Message):
     GRAPH_RESERVE_BYTES_FIELD_NUMBER: _builtins.int
     WEIGHT_FORMATS_FIELD_NUMBER: _builtins.int
     WEIGHT_NOTES_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_READ_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_BANDWIDTH_FIELD_NUMBER: _builtins.int
     joined: _builtins.bool
     """Whether its stream is open."""
     weight_bytes: _builtins.int
@@ -608,6 +612,12 @@ class RankStatus(_message.Message):
     """Bytes of its device's memory that graphs of steps took, measured; 0 before there are any. It follows within seconds."""
     graph_reserve_bytes: _builtins.int
     """Bytes that are kept for them."""
+    decode_read_bytes: _builtins.float
+    """Bytes of weights that the decode steps read, by the placement's arithmetic: of experts, as many as their rows choose
+    on average. 0 before the placement was decided.
+    """
+    memory_bandwidth: _builtins.float
+    """Memory bandwidth that was measured while all ranks read at once, bytes a second; 0 where it was not measured."""
     @_builtins.property
     def place(self) -> _ranks_pb2.RankPlace:
         """Its place; rank, pool and pod are known before the rank joins."""
@@ -628,6 +638,14 @@ class RankStatus(_message.Message):
     def weight_notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What a person should know of the checkpoint's weights, e.g. which parts of it are not served."""
 
+    @_builtins.property
+    def decode(self) -> _ranks_pb2.StepTimes:
+        """This epoch's steps that only decoded, as the rank's last heartbeat has them."""
+
+    @_builtins.property
+    def prefill(self) -> _ranks_pb2.StepTimes:
+        """This epoch's other steps."""
+
     def __init__(
         self,
         *,
@@ -644,10 +662,14 @@ class RankStatus(_message.Message):
         graph_reserve_bytes: _builtins.int = ...,
         weight_formats: _abc.Iterable[_builtins.str] | None = ...,
         weight_notes: _abc.Iterable[_builtins.str] | None = ...,
+        decode: _ranks_pb2.StepTimes | None = ...,
+        prefill: _ranks_pb2.StepTimes | None = ...,
+        decode_read_bytes: _builtins.float = ...,
+        memory_bandwidth: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "local_memory_percent", b"local_memory_percent", "place", b"place", "shard", b"shard"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "decode", b"decode", "local_memory_percent", b"local_memory_percent", "place", b"place", "prefill", b"prefill", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "graph_bytes", b"graph_bytes", "graph_reserve_bytes", b"graph_reserve_bytes", "joined", b"joined", "kernels", b"kernels", "kv_bytes", b"kv_bytes", "load_s", b"load_s", "local_memory_percent", b"local_memory_percent", "pin_message", b"pin_message", "place", b"place", "shard", b"shard", "weight_bytes", b"weight_bytes", "weight_formats", b"weight_formats", "weight_notes", b"weight_notes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "decode", b"decode", "decode_read_bytes", b"decode_read_bytes", "graph_bytes", b"graph_bytes", "graph_reserve_bytes", b"graph_reserve_bytes", "joined", b"joined", "kernels", b"kernels", "kv_bytes", b"kv_bytes", "load_s", b"load_s", "local_memory_percent", b"local_memory_percent", "memory_bandwidth", b"memory_bandwidth", "pin_message", b"pin_message", "place", b"place", "prefill", b"prefill", "shard", b"shard", "weight_bytes", b"weight_bytes", "weight_formats", b"weight_formats", "weight_notes", b"weight_notes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__local_memory_percent: _TypeAlias = _typing.Literal["local_memory_percent"]  # noqa: Y015
     _WhichOneofArgType__local_memory_percent: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent"]  # noqa: Y015
@@ -679,6 +701,8 @@ class GetTopologyResponse(_message.Message):
     PLACEMENT_FIELD_NUMBER: _builtins.int
     EXCHANGE_REASON_FIELD_NUMBER: _builtins.int
     MODEL_SOURCE_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The resource's metadata.name."""
     state: Global___GroupState.ValueType
@@ -709,6 +733,10 @@ class GetTopologyResponse(_message.Message):
     """Why the exchange is not the fastest that could be; empty if it is."""
     model_source: _builtins.str
     """Origin of weights that were changed on their way, as in GetModelInfoResponse.source; empty for others."""
+    speculation: _builtins.str
+    """How tokens are proposed to ranks (spec.engine.speculative), and what has come of it in this epoch, for a person; empty
+    if none are.
+    """
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]:
         """In rank order, ranks that have not joined included."""
@@ -720,6 +748,10 @@ class GetTopologyResponse(_message.Message):
     @_builtins.property
     def placement(self) -> Global___PlacementReport:
         """How the model is spread and how fast that is; absent until it was decided."""
+
+    @_builtins.property
+    def idle(self) -> Global___IdleStatus:
+        """Rest of a group without requests (spec.idle)."""
 
     def __init__(
         self,
@@ -742,14 +774,56 @@ class GetTopologyResponse(_message.Message):
         placement: Global___PlacementReport | None = ...,
         exchange_reason: _builtins.str = ...,
         model_source: _builtins.str = ...,
+        speculation: _builtins.str = ...,
+        idle: Global___IdleStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["idle", b"idle", "placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asleep", b"asleep", "block_size", b"block_size", "cache_layout", b"cache_layout", "epoch", b"epoch", "exchange", b"exchange", "exchange_reason", b"exchange_reason", "failed", b"failed", "model_source", b"model_source", "name", b"name", "num_blocks", b"num_blocks", "paused_requests", b"paused_requests", "placement", b"placement", "placement_mode", b"placement_mode", "ranks", b"ranks", "reason", b"reason", "stalled_s", b"stalled_s", "state", b"state", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asleep", b"asleep", "block_size", b"block_size", "cache_layout", b"cache_layout", "epoch", b"epoch", "exchange", b"exchange", "exchange_reason", b"exchange_reason", "failed", b"failed", "idle", b"idle", "model_source", b"model_source", "name", b"name", "num_blocks", b"num_blocks", "paused_requests", b"paused_requests", "placement", b"placement", "placement_mode", b"placement_mode", "ranks", b"ranks", "reason", b"reason", "speculation", b"speculation", "stalled_s", b"stalled_s", "state", b"state", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetTopologyResponse: _TypeAlias = GetTopologyResponse  # noqa: Y015
+
+@_typing.final
+class IdleStatus(_message.Message):
+    """Rest of a group that gives memory up while it has no requests, and takes it again with the next one (spec.idle)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESTS_FIELD_NUMBER: _builtins.int
+    SLEEPS_FIELD_NUMBER: _builtins.int
+    SLEEP_S_FIELD_NUMBER: _builtins.int
+    WAKE_S_FIELD_NUMBER: _builtins.int
+    FREED_BYTES_FIELD_NUMBER: _builtins.int
+    rests: _builtins.bool
+    """Whether it rests: it is ASLEEP, accepts requests, and wakes with the first."""
+    sleeps: _builtins.int
+    """Times that it went to rest since the gateway started."""
+    sleep_s: _builtins.float
+    """Seconds that it took the last time to give memory up; 0 before."""
+    wake_s: _builtins.float
+    """Seconds that it took the last time to wake; 0 before."""
+    @_builtins.property
+    def freed_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Bytes that each rank's device gave back the last time, in rank order."""
+
+    def __init__(
+        self,
+        *,
+        rests: _builtins.bool = ...,
+        sleeps: _builtins.int = ...,
+        sleep_s: _builtins.float = ...,
+        wake_s: _builtins.float = ...,
+        freed_bytes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_bytes", b"freed_bytes", "rests", b"rests", "sleep_s", b"sleep_s", "sleeps", b"sleeps", "wake_s", b"wake_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IdleStatus: _TypeAlias = IdleStatus  # noqa: Y015
 
 @_typing.final
 class GetStatsRequest(_message.Message):
@@ -786,6 +860,8 @@ class GetStatsResponse(_message.Message):
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     FINISHED_REQUESTS_FIELD_NUMBER: _builtins.int
+    PROPOSED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     running_requests: _builtins.int
     """Requests that a step works on."""
     waiting_requests: _builtins.int
@@ -810,6 +886,10 @@ class GetStatsResponse(_message.Message):
     """Requests preempted for want of blocks."""
     finished_requests: _builtins.int
     """Requests that ended, whatever the outcome."""
+    proposed_tokens: _builtins.int
+    """Tokens that were proposed to ranks (spec.engine.speculative)."""
+    accepted_tokens: _builtins.int
+    """Of these, tokens that were drawn in their place, and so came without a step of their own."""
     def __init__(
         self,
         *,
@@ -825,10 +905,12 @@ class GetStatsResponse(_message.Message):
         generated_tokens: _builtins.int = ...,
         preemptions: _builtins.int = ...,
         finished_requests: _builtins.int = ...,
+        proposed_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "finished_requests", b"finished_requests", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "num_blocks", b"num_blocks", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "running_requests", b"running_requests", "steps", b"steps", "used_blocks", b"used_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "finished_requests", b"finished_requests", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "num_blocks", b"num_blocks", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "proposed_tokens", b"proposed_tokens", "running_requests", b"running_requests", "steps", b"steps", "used_blocks", b"used_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -117,6 +117,30 @@ EXCHANGE_KIND_TCP: ExchangeKind.ValueType  # 3
 """The native library over the network."""
 Global___ExchangeKind: _TypeAlias = ExchangeKind  # noqa: Y015
 
+class _Pooling:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
+    """None."""
+    POOLING_LAST: _Pooling.ValueType  # 1
+    """The last token's."""
+    POOLING_MEAN: _Pooling.ValueType  # 2
+    """All tokens' mean."""
+
+class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
+    """Hidden states, behind the last norm, that make an embedding."""
+
+POOLING_UNSPECIFIED: Pooling.ValueType  # 0
+"""None."""
+POOLING_LAST: Pooling.ValueType  # 1
+"""The last token's."""
+POOLING_MEAN: Pooling.ValueType  # 2
+"""All tokens' mean."""
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
+
 @_typing.final
 class RankMessage(_message.Message):
     """What a rank says."""
@@ -132,6 +156,7 @@ class RankMessage(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
+    STEP_TRACE_FIELD_NUMBER: _builtins.int
     FURTHER_RESULTS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch it is spoken in; 0 in Hello."""
@@ -168,6 +193,10 @@ class RankMessage(_message.Message):
         """Say this back at once: between FormGroup and Formed, while the rank measures."""
 
     @_builtins.property
+    def step_trace(self) -> Global___StepTrace:
+        """What a step took whose plan asks for it."""
+
+    @_builtins.property
     def further_results(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepResult]:
         """Behind a step_result: those of the plans that follow, in order."""
 
@@ -183,13 +212,14 @@ class RankMessage(_message.Message):
         failure: Global___Failure | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         echo: Global___Echo | None = ...,
+        step_trace: Global___StepTrace | None = ...,
         further_results: _abc.Iterable[Global___StepResult] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["allocated", b"allocated", "body", b"body", "echo", b"echo", "failure", b"failure", "formed", b"formed", "heartbeat", b"heartbeat", "hello", b"hello", "loaded", b"loaded", "step_result", b"step_result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["allocated", b"allocated", "body", b"body", "echo", b"echo", "failure", b"failure", "formed", b"formed", "heartbeat", b"heartbeat", "hello", b"hello", "loaded", b"loaded", "step_result", b"step_result", "step_trace", b"step_trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocated", b"allocated", "body", b"body", "echo", b"echo", "epoch", b"epoch", "failure", b"failure", "formed", b"formed", "further_results", b"further_results", "heartbeat", b"heartbeat", "hello", b"hello", "loaded", b"loaded", "step_result", b"step_result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocated", b"allocated", "body", b"body", "echo", b"echo", "epoch", b"epoch", "failure", b"failure", "formed", b"formed", "further_results", b"further_results", "heartbeat", b"heartbeat", "hello", b"hello", "loaded", b"loaded", "step_result", b"step_result", "step_trace", b"step_trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "formed", "loaded", "allocated", "step_result", "failure", "heartbeat", "echo"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "formed", "loaded", "allocated", "step_result", "failure", "heartbeat", "echo", "step_trace"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1033,6 +1063,7 @@ class LoadModel(_message.Message):
     BATCH_INVARIANT_FIELD_NUMBER: _builtins.int
     QUANTIZATION_FIELD_NUMBER: _builtins.int
     KV_CACHE_DTYPE_FIELD_NUMBER: _builtins.int
+    EXPERT_DEFERRAL_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """Arithmetic type, "float32" or "bfloat16"."""
     max_model_len: _builtins.int
@@ -1051,6 +1082,8 @@ class LoadModel(_message.Message):
     """Whether a sequence's numbers must not depend, to the last bit, on what else is computed with it (batchInvariant)."""
     kv_cache_dtype: _builtins.str
     """Type of cached keys and values, "float32", "bfloat16" or "float16"; empty: `dtype`."""
+    expert_deferral: _builtins.int
+    """Number of a token's chosen experts whose sum ranks without KV heads return with the next layer's (expertDeferral)."""
     @_builtins.property
     def shard_plan(self) -> Global___ShardPlan:
         """Who owns what."""
@@ -1072,10 +1105,11 @@ class LoadModel(_message.Message):
         batch_invariant: _builtins.bool = ...,
         quantization: Global___Quantization | None = ...,
         kv_cache_dtype: _builtins.str = ...,
+        expert_deferral: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "cache_size_is_given", b"cache_size_is_given", "device_memory_utilization", b"device_memory_utilization", "dtype", b"dtype", "enforce_eager", b"enforce_eager", "kv_cache_dtype", b"kv_cache_dtype", "max_model_len", b"max_model_len", "plan_key", b"plan_key", "quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "cache_size_is_given", b"cache_size_is_given", "device_memory_utilization", b"device_memory_utilization", "dtype", b"dtype", "enforce_eager", b"enforce_eager", "expert_deferral", b"expert_deferral", "kv_cache_dtype", b"kv_cache_dtype", "max_model_len", b"max_model_len", "plan_key", b"plan_key", "quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1237,6 +1271,7 @@ class Sampling(_message.Message):
     END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy."""
     top_k: _builtins.int
@@ -1259,6 +1294,8 @@ class Sampling(_message.Message):
     """How many of the likeliest tokens are told with each sampled one, besides its own log-probability; absent: nothing."""
     num_prompt_logprobs: _builtins.int
     """The same for each token of the prompt but the first; absent: nothing."""
+    pooling: Global___Pooling.ValueType
+    """Which hidden states of the known tokens are reported, for an embedding of them; not with num_prompt_logprobs."""
     @_builtins.property
     def bias_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens whose logit is raised by the bias of the same index."""
@@ -1288,10 +1325,11 @@ class Sampling(_message.Message):
         end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_logprobs: _builtins.int | None = ...,
         num_prompt_logprobs: _builtins.int | None = ...,
+        pooling: Global___Pooling.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "bias_token_ids", b"bias_token_ids", "biases", b"biases", "end_token_ids", b"end_token_ids", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "bias_token_ids", b"bias_token_ids", "biases", b"biases", "end_token_ids", b"end_token_ids", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "pooling", b"pooling", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
@@ -1425,6 +1463,37 @@ class StateSnapshot(_message.Message):
 Global___StateSnapshot: _TypeAlias = StateSnapshot  # noqa: Y015
 
 @_typing.final
+class Proposal(_message.Message):
+    """Tokens that may follow the newest one of a decoding slot. The step computes each of them as well, and draws behind each.
+    The slot gets the draw behind its newest token, and one more for each proposed token that equals the draw before it, up
+    to the first that does not: the tokens that it would get without a proposal, in fewer steps.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    """The slot, one of decode_slots."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens, at least one."""
+
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Proposal: _TypeAlias = Proposal  # noqa: Y015
+
+@_typing.final
 class StepPlan(_message.Message):
     """One step, the same for every rank. Ids rise by one within an epoch, from 1. Plans are worked off in order, one after
     another, so the next plan may be sent before the last one's result came: a token to compute may be the one that the
@@ -1442,8 +1511,12 @@ class StepPlan(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     MASKED_SLOTS_FIELD_NUMBER: _builtins.int
     COMMAND_FIELD_NUMBER: _builtins.int
+    PROPOSALS_FIELD_NUMBER: _builtins.int
+    TRACED_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """The step."""
+    traced: _builtins.bool
+    """Whether every rank sends a StepTrace of it."""
     @_builtins.property
     def released_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Slots whose state is dropped, before anything else."""
@@ -1478,6 +1551,12 @@ class StepPlan(_message.Message):
         rank answers it.
         """
 
+    @_builtins.property
+    def proposals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Proposal]:
+        """Proposals for some of the decode_slots, at most one each. Draws, those behind proposed tokens included, are at most
+        max_num_seqs, and tokens, these included, at most max_num_batched_tokens. Blocks for all of them are there.
+        """
+
     def __init__(
         self,
         *,
@@ -1490,14 +1569,58 @@ class StepPlan(_message.Message):
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         masked_slots: _abc.Iterable[_builtins.int] | None = ...,
         command: Global___GroupCommand | None = ...,
+        proposals: _abc.Iterable[Global___Proposal] | None = ...,
+        traced: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "block_slots", b"block_slots", "command", b"command", "decode_slots", b"decode_slots", "masked_slots", b"masked_slots", "new_sequences", b"new_sequences", "released_slots", b"released_slots", "spans", b"spans", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "block_slots", b"block_slots", "command", b"command", "decode_slots", b"decode_slots", "masked_slots", b"masked_slots", "new_sequences", b"new_sequences", "proposals", b"proposals", "released_slots", b"released_slots", "spans", b"spans", "step_id", b"step_id", "traced", b"traced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepPlan: _TypeAlias = StepPlan  # noqa: Y015
+
+@_typing.final
+class StepTrace(_message.Message):
+    """A step on one rank, for the trace of a request. Every rank tells."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_ID_FIELD_NUMBER: _builtins.int
+    BEGAN_NS_FIELD_NUMBER: _builtins.int
+    ENDED_NS_FIELD_NUMBER: _builtins.int
+    EXCHANGE_S_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    IS_PREFILL_FIELD_NUMBER: _builtins.int
+    step_id: _builtins.int
+    """The step."""
+    began_ns: _builtins.int
+    """Nanoseconds since 1970, by the rank's clock: its begin, without the wait for the plan ..."""
+    ended_ns: _builtins.int
+    """... and its end."""
+    exchange_s: _builtins.float
+    """Seconds of it in the host exchange."""
+    rows: _builtins.int
+    """Rows that it computed."""
+    is_prefill: _builtins.bool
+    """Whether it read prompts."""
+    def __init__(
+        self,
+        *,
+        step_id: _builtins.int = ...,
+        began_ns: _builtins.int = ...,
+        ended_ns: _builtins.int = ...,
+        exchange_s: _builtins.float = ...,
+        rows: _builtins.int = ...,
+        is_prefill: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_ns", b"began_ns", "ended_ns", b"ended_ns", "exchange_s", b"exchange_s", "is_prefill", b"is_prefill", "rows", b"rows", "step_id", b"step_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepTrace: _TypeAlias = StepTrace  # noqa: Y015
 
 @_typing.final
 class TokenMasks(_message.Message):
@@ -1511,7 +1634,8 @@ class TokenMasks(_message.Message):
     """The step."""
     @_builtins.property
     def masks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """A mask for each of the plan's masked_slots, in their order: ceil(vocabulary / 8) bytes, token t is allowed if bit
+        """A mask for each draw of the plan's masked_slots, in their order; of a slot with a proposal one behind its newest token
+        and one behind each proposed token. A mask has ceil(vocabulary / 8) bytes, token t is allowed if bit
         t % 8 (1 << (t % 8)) of byte t / 8 is set. At least one token is allowed.
         """
 
@@ -1532,7 +1656,7 @@ Global___TokenMasks: _TypeAlias = TokenMasks  # noqa: Y015
 @_typing.final
 class GroupCommand(_message.Message):
     """Something that the whole group does between two steps, or leaves as it was: if one rank cannot, none does. All slots
-    must be free, but for profiles.
+    must be free, but for profiles and experts, which are counted and placed between the steps of running requests too.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1729,6 +1853,11 @@ class PlaceExperts(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SHARD_PLAN_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
+    ahead: _builtins.bool
+    """Only begin to read what the plan needs, beside steps, and go on with the plan in force. A later command with the
+    same plan takes what was read.
+    """
     @_builtins.property
     def shard_plan(self) -> Global___ShardPlan:
         """The plan from now on: differs from the one in force in expert_orders only."""
@@ -1737,10 +1866,11 @@ class PlaceExperts(_message.Message):
         self,
         *,
         shard_plan: Global___ShardPlan | None = ...,
+        ahead: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shard_plan", b"shard_plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["shard_plan", b"shard_plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "shard_plan", b"shard_plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1788,6 +1918,7 @@ class CommandReport(_message.Message):
     PROFILE_TABLE_FIELD_NUMBER: _builtins.int
     PROFILE_TRACE_FIELD_NUMBER: _builtins.int
     EXPERT_COUNTS_FIELD_NUMBER: _builtins.int
+    IS_READING_FIELD_NUMBER: _builtins.int
     done: _builtins.bool
     """Whether the group did it: the same on every rank."""
     problem: _builtins.str
@@ -1802,6 +1933,8 @@ class CommandReport(_message.Message):
     """stop_profile: a table of where the time went, for a person."""
     profile_trace: _builtins.bytes
     """stop_profile with_trace: gzip of a trace in Chrome's JSON format."""
+    is_reading: _builtins.bool
+    """place_experts ahead: whether this rank is still reading."""
     @_builtins.property
     def expert_counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExpertCounts]:
         """count_experts: of the layers of which this rank holds experts, ascending."""
@@ -1817,14 +1950,47 @@ class CommandReport(_message.Message):
         profile_table: _builtins.str = ...,
         profile_trace: _builtins.bytes = ...,
         expert_counts: _abc.Iterable[Global___ExpertCounts] | None = ...,
+        is_reading: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "expert_counts", b"expert_counts", "freed_bytes", b"freed_bytes", "kv_bytes", b"kv_bytes", "problem", b"problem", "profile_table", b"profile_table", "profile_trace", b"profile_trace", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "expert_counts", b"expert_counts", "freed_bytes", b"freed_bytes", "is_reading", b"is_reading", "kv_bytes", b"kv_bytes", "problem", b"problem", "profile_table", b"profile_table", "profile_trace", b"profile_trace", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CommandReport: _TypeAlias = CommandReport  # noqa: Y015
+
+@_typing.final
+class PooledSpan(_message.Message):
+    """Hidden states of tokens that a step computed, summed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    """The slot."""
+    num_tokens: _builtins.int
+    """How many tokens' hidden states are in the sum."""
+    @_builtins.property
+    def sums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The sum, one element a hidden dimension."""
+
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        sums: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "slot", b"slot", "sums", b"sums"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PooledSpan: _TypeAlias = PooledSpan  # noqa: Y015
 
 @_typing.final
 class PromptSpanLogprobs(_message.Message):
@@ -1871,17 +2037,18 @@ class StepResult(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     COMMAND_REPORT_FIELD_NUMBER: _builtins.int
+    POOLED_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """The step."""
     step_s: _builtins.float
     """Seconds from the plan's arrival on rank 0, or from the end of the step before it if that came later, to its result."""
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Slots that sampled, in batch order."""
+        """Slots that sampled, in batch order; a slot with a proposal once for each token that it got."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The token of each."""
+        """The tokens."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.TokenLogprobs]:
@@ -1895,6 +2062,10 @@ class StepResult(_message.Message):
     def command_report(self) -> Global___CommandReport:
         """For a plan with a command."""
 
+    @_builtins.property
+    def pooled(self) -> _containers.RepeatedCompositeFieldContainer[Global___PooledSpan]:
+        """For the spans of slots that ask for them (Sampling.pooling), in batch order."""
+
     def __init__(
         self,
         *,
@@ -1905,10 +2076,11 @@ class StepResult(_message.Message):
         logprobs: _abc.Iterable[_logprobs_pb2.TokenLogprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___PromptSpanLogprobs] | None = ...,
         command_report: Global___CommandReport | None = ...,
+        pooled: _abc.Iterable[Global___PooledSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["command_report", b"command_report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command_report", b"command_report", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "slots", b"slots", "step_id", b"step_id", "step_s", b"step_s", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command_report", b"command_report", "logprobs", b"logprobs", "pooled", b"pooled", "prompt_logprobs", b"prompt_logprobs", "slots", b"slots", "step_id", b"step_id", "step_s", b"step_s", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1922,23 +2094,69 @@ class Heartbeat(_message.Message):
 
     STEP_ID_FIELD_NUMBER: _builtins.int
     GRAPH_BYTES_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """The last step that this rank finished."""
     graph_bytes: _builtins.int
     """Bytes of the device's memory that graphs of steps have taken so far, measured."""
+    @_builtins.property
+    def decode(self) -> Global___StepTimes:
+        """This epoch's steps that only decoded."""
+
+    @_builtins.property
+    def prefill(self) -> Global___StepTimes:
+        """This epoch's other steps, which read prompts; commands do not count."""
+
     def __init__(
         self,
         *,
         step_id: _builtins.int = ...,
         graph_bytes: _builtins.int = ...,
+        decode: Global___StepTimes | None = ...,
+        prefill: Global___StepTimes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["graph_bytes", b"graph_bytes", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "graph_bytes", b"graph_bytes", "prefill", b"prefill", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class StepTimes(_message.Message):
+    """Steps that a rank has done, and their time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    EXCHANGE_S_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    """Their number."""
+    rows: _builtins.int
+    """Rows that they computed."""
+    seconds: _builtins.float
+    """Seconds that they took, without waits for plans."""
+    exchange_s: _builtins.float
+    """Seconds of these that the rank spent in the host exchange: bytes moved, sums, and waits for other ranks."""
+    def __init__(
+        self,
+        *,
+        steps: _builtins.int = ...,
+        rows: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        exchange_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exchange_s", b"exchange_s", "rows", b"rows", "seconds", b"seconds", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepTimes: _TypeAlias = StepTimes  # noqa: Y015
 
 @_typing.final
 class Failure(_message.Message):

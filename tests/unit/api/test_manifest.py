@@ -46,7 +46,7 @@ BAD = [
     ("kind: HeteroInference", "kind: Pod", "kind: must be HeteroInference, not 'Pod'"),
     ("v1alpha1", "v1", "apiVersion: must be heteroinference.io/v1alpha1"),
     ("name: demo", "name: Not_A_Label", "metadata.name: must be of lower-case letters"),
-    ("spec:", "spec:\n  replicas: 2", "spec.replicas: must be at most 1, not 2"),
+    ("spec:", "spec:\n  replicas: 33", "spec.replicas: must be at most 32, not 33"),
     ("spec:", "spec:\n  suspend: maybe", "spec.suspend: must be true or false"),
     ("spec:", "spec:\n  engine: [1]", "spec.engine: must be a mapping"),
     ("spec:", "spec:\n  placement: {shares: {mlp: [1, 2]}}", "spec.placement.shares.mlp: must hold one weight"),
@@ -90,13 +90,18 @@ def test_gpu_pools_hold_the_low_ranks_wherever_they_stand() -> None:
     assert [pool.type for pool in pools] == [PoolType.GPU, PoolType.CPU]
 
 
-def test_gpu_ranks_cache_what_they_compute_in() -> None:
+@pytest.mark.parametrize("cached", ["auto", "float32", "bfloat16", "float16"])
+def test_gpu_ranks_cache_any_type(cached: str) -> None:
     """GOOD has GPU ranks, and computes in float32."""
-    for cached, problems in (("auto", 0), ("float32", 0), ("float16", 1)):
-        text = GOOD.rstrip() + f"\n  engine: {{kvCacheDtype: {cached}}}\n"
-        found = find_unserved(parse_manifest(text).spec)
-        assert len(found) == problems
-        assert all("spec.engine.kvCacheDtype: float16, but GPU ranks cache" in problem for problem in found)
+    assert not find_unserved(parse_manifest(GOOD.rstrip() + f"\n  engine: {{kvCacheDtype: {cached}}}\n").spec)
+
+
+def test_only_gpu_ranks_compute_in_float16() -> None:
+    text = GOOD.replace("float32", "float16")
+    (problem,) = find_unserved(parse_manifest(text).spec)
+    assert problem.startswith("spec.model.dtype: float16: CPU ranks do not compute in float16")
+    gpus = "\n".join(line for line in text.splitlines() if "type: CPU" not in line)
+    assert not find_unserved(parse_manifest(gpus).spec)
 
 
 def test_status_is_left_aside_and_unknown_metadata_kept_by_kubernetes() -> None:

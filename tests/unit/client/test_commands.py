@@ -8,7 +8,7 @@ import pytest
 
 from hetero_api.host.topology import NumaPolicy
 from hetero_client.home import HeteroHome
-from hetero_client.launcher.commands import GroupCommands, Programs
+from hetero_client.launcher.commands import GatewayPorts, GroupCommands, Programs
 from hetero_client.launcher.local_plan import RankProcess
 from hetero_client.launcher.run_directory import RunDirectory
 
@@ -27,3 +27,13 @@ def test_ranks_are_told_where_packed_weights_are_kept(tmp_path: Path, folder: Pa
     options = commands.rank(RANK, "127.0.0.1:1").forked_argv or ()
     told = dict(zip(options[::2], options[1::2], strict=True))
     assert told.get("--packed-weights-dir") == (None if folder is None else "/kept")
+
+
+def test_a_router_has_a_door_where_one_is_asked_for_and_the_next_gateway_has_it_too(tmp_path: Path) -> None:
+    commands = GroupCommands(Programs(), tmp_path / "m.yaml", tmp_path, RunDirectory(tmp_path))
+    addresses = {
+        name: f"127.0.0.1:{port}" for port, name in enumerate(("inference", "http", "admin", "ranks"), start=1)
+    }
+    assert "--router-port" not in commands.gateway(GatewayPorts.from_addresses({**addresses, "router": ""})).argv
+    argv = commands.gateway(GatewayPorts.from_addresses({**addresses, "router": "127.0.0.1:9"})).argv
+    assert argv[argv.index("--router-port") + 1] == "9"

@@ -20,7 +20,6 @@ from hetero_placement.sweep import rates_by_load
 pytestmark = pytest.mark.unit
 
 MACHINES = ("epyc9355-rtx5090", "xeon6454s-rtx4090", "xeon6980p-h100")
-MIXED = "Tensor, CPU ranks on MLP only"
 GPU_ONLY = "GPU only"
 
 
@@ -79,10 +78,10 @@ def test_memory_is_told_by_part_for_each_rank_of_each_placement(deepseek: Any) -
         assert sum(rank.values()) == total
 
 
-def test_attention_that_is_too_wide_for_the_gpu_is_told(deepseek: Any) -> None:
+def test_a_gpu_that_is_too_small_alone_is_told(deepseek: Any) -> None:
     options = {option["name"]: option for option in deepseek["options"]}
-    assert options[MIXED]["whyNot"].startswith("rank 0 (gpu) would need ")
-    assert "and has 23.19 GB (spec.engine.gpuMemoryUtilization)" in options[MIXED]["whyNot"]
+    assert options[GPU_ONLY]["whyNot"].startswith("weights and KV cache of one sequence ")
+    assert "have 23.19 GB (spec.engine.gpuMemoryUtilization)" in options[GPU_ONLY]["whyNot"]
 
 
 def test_the_tables_name_loads_parts_and_the_faster_side() -> None:

@@ -138,6 +138,17 @@ def test_the_groups_line_tells_its_cache_and_what_is_asleep() -> None:
     )
 
 
+def test_the_groups_line_tells_what_it_took_to_rest_and_to_wake() -> None:
+    idle = admin_pb2.IdleStatus(rests=True, sleeps=1, sleep_s=0.251, freed_bytes=[1000])
+    assert line_of(state=admin_pb2.GROUP_STATE_ASLEEP, asleep=["kv", "weights"], idle=idle) == (
+        "g: asleep, epoch 3, exchange none, asleep: kv, weights, rests until the next request (fell asleep in 0.25 s)"
+    )
+    idle = admin_pb2.IdleStatus(sleeps=2, sleep_s=0.251, wake_s=1.5)
+    assert line_of(state=admin_pb2.GROUP_STATE_READY, idle=idle) == (
+        "g: ready, epoch 3, exchange none, rested 2 times (fell asleep in 0.25 s, woke in 1.50 s)"
+    )
+
+
 def test_the_groups_line_tells_why_requests_wait() -> None:
     assert line_of(state=admin_pb2.GROUP_STATE_ABORTED, reason="rank 1 is gone", paused_requests=3) == (
         "g: aborted (rank 1 is gone), epoch 3, exchange none, paused requests: 3"

@@ -16,6 +16,7 @@ from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.errors import EngineError, GroupLost
 from hetero_gateway.engine.request import GenerationRequest, derived_seed
+from hetero_gateway.engine.speculation.ngram import NGramProposer
 from hetero_gateway.engine.steps_in_flight import StepInFlight, StepsInFlight
 from hetero_gateway.engine.stream import RequestStream
 from hetero_gateway.engine.text.tokenizer import TextTokenizer
@@ -82,7 +83,8 @@ class RanksInMemory:
             self.let_go()
 
     def _take_masks(self, step: StepInFlight) -> None:
-        assert len(step.masks) == len(step.step.plan.masked_slots)
+        proposed = sum(len(step.step.proposals.get(slot, ())) for slot in step.step.plan.masked_slots)
+        assert len(step.masks) == len(step.step.plan.masked_slots) + proposed
         assert list(self.in_flight) == [step], "masks came before the results that they follow from"
         if not self._is_holding:
             self.let_go()
@@ -129,10 +131,13 @@ class Engine:
 
 @contextlib.asynccontextmanager
 async def engine(
-    config: EngineConfig | None = None, *, clock: Callable[[], float] = time.monotonic
+    config: EngineConfig | None = None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    proposer: NGramProposer | None = None,
 ) -> AsyncIterator[Engine]:
     config = config or engine_config(vocab_size=VOCAB_SIZE)
-    core = EngineCore(config, new_detokenizer=TOKENIZER.detokenizer, clock=clock)
+    core = EngineCore(config, new_detokenizer=TOKENIZER.detokenizer, clock=clock, proposer=proposer)
     running = Engine(core, RanksInMemory(config), config)
     running.open()
     task = asyncio.create_task(core.run())

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hetero_api.v1 import logprobs_pb2, ranks_pb2
-from hetero_gateway.engine.config import EngineConfig
+from hetero_gateway.engine.config import EngineConfig, SpeculationConfig
 from hetero_gateway.engine.request import Completion, Constraint, GenerationRequest, Request
 from hetero_gateway.engine.scheduler import Scheduler
+from hetero_gateway.engine.speculation.ngram import NGramProposer
+from hetero_gateway.engine.speculation.speculator import Speculator
 from hetero_gateway.engine.step import CompletionUpdate, ScheduledStep, StepOutcome
 from hetero_gateway.engine.steps_in_flight import StepsInFlight
 from tests.unit.engine.fake_ranks import FakeRanks, PlanError
@@ -33,6 +35,7 @@ def engine_config(
     ageing_s: float = 10.0,
     lookahead_s: float = 0.0,
     keeps_states: bool = False,
+    speculation: SpeculationConfig | None = None,
 ) -> EngineConfig:
     return EngineConfig(
         max_num_seqs=max_num_seqs,
@@ -49,6 +52,7 @@ def engine_config(
         ageing_s=ageing_s,
         lookahead_s=lookahead_s,
         keeps_states=keeps_states,
+        speculation=speculation,
     )
 
 
@@ -71,6 +75,7 @@ def generation(
     constraint: Constraint | None = None,
     min_tokens: int = 0,
     tenant: int = 0,
+    pooling: ranks_pb2.Pooling.ValueType = ranks_pb2.POOLING_UNSPECIFIED,
 ) -> GenerationRequest:
     """`tenant` is where the fake ranks' KV begins."""
     return GenerationRequest(
@@ -85,6 +90,7 @@ def generation(
             num_logprobs=logprobs,
             num_prompt_logprobs=prompt_logprobs,
             min_tokens=min_tokens,
+            pooling=pooling,
         ),
         max_tokens=max_tokens,
         stop=stop,
@@ -129,6 +135,7 @@ class Bench:
     num_blocks: int
     steps_out: int | None = None
     num_snapshots: int = 0
+    proposer: NGramProposer | None = None
     scheduler: Scheduler = field(init=False)
     ranks: FakeRanks = field(init=False)
     in_flight: StepsInFlight = field(default_factory=StepsInFlight)
@@ -138,7 +145,12 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.block_size = self.config.block_size
-        self.scheduler = Scheduler(self.config, num_blocks=self.num_blocks, num_snapshots=self.num_snapshots)
+        self.scheduler = Scheduler(
+            self.config,
+            num_blocks=self.num_blocks,
+            num_snapshots=self.num_snapshots,
+            speculator=Speculator(self.config.speculation, self.proposer),
+        )
         self.ranks = self.new_ranks()
 
     def new_ranks(self) -> FakeRanks:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from hetero_api.v1 import logprobs_pb2, ranks_pb2
 
@@ -59,6 +60,16 @@ def logprobs_alone(tokens: Sequence[int], *, begin: int, tenant: int = 0) -> lis
     """What the fake model tells of tokens[begin:], each given those before it; `begin` at least 1."""
     values = _values(tokens, tenant=tenant)
     return [_logprobs(values[index - 1], tokens[index]) for index in range(begin, len(tokens))]
+
+
+def embedding_alone(tokens: Sequence[int], *, is_mean: bool, tenant: int = 0) -> list[float]:
+    """The hidden states of the fake model that make an embedding of `tokens`."""
+    states = [_hidden(value) for value in _values(tokens, tenant=tenant)]
+    return [sum(column) / len(states) for column in zip(*states, strict=True)] if is_mean else [*states[-1]]
+
+
+def _hidden(value: int) -> tuple[float, float]:
+    return (float(value % 16), 1.0 + value % 7)
 
 
 def _values(tokens: Iterable[int], *, tenant: int) -> list[int]:
@@ -112,13 +123,21 @@ class FakeRanks:
         taken = [each.snapshot for span in plan.spans for each in span.snapshots]
         self._require(len({*taken}) == len(taken) and not {*read} & {*taken}, "a snapshot is used twice in a plan")
         self._written.clear()
-        sampling = [slot for slot in plan.decode_slots if self._compute_decode(slot)]
+        proposed = {each.slot: list(each.token_ids) for each in plan.proposals}
+        self._require(len(proposed) == len(plan.proposals), "a slot has two proposals")
+        self._require(set(proposed) <= set(plan.decode_slots), "tokens are proposed for a slot that does not decode")
+        self._require(all(proposed.values()), "a proposal is empty")
+        rows = len(plan.decode_slots) + sum(map(len, proposed.values()))
+        draws = rows + sum(span.sample for span in plan.spans)
+        self._require(draws <= self._max_num_seqs, f"{draws} draws are more than max_num_seqs")
+        sampling = [slot for slot in plan.decode_slots if self._compute_decode(slot, proposed.get(slot, []))]
         sampling += [span.slot for span in plan.spans if self._compute_span(span, result)]
         self._require(set(plan.masked_slots) <= set(sampling), "a slot is masked that does not sample")
         self._require(len(set(plan.masked_slots)) == len(plan.masked_slots), "a slot is masked twice")
-        mask_of = dict(zip(plan.masked_slots, masks, strict=False))
+        given = iter(masks)
+        masks_of = {slot: list(islice(given, 1 + len(proposed.get(slot, ())))) for slot in plan.masked_slots}
         for slot in sampling:
-            self._sample(slot, result, mask=mask_of.get(slot))
+            self._sample_along(slot, proposed.get(slot, []), result, masks=masks_of.get(slot, []))
         return result
 
     def _take_deltas(self, plan: ranks_pb2.StepPlan) -> None:
@@ -149,10 +168,13 @@ class FakeRanks:
             None if covered else new.sampling.top_k,
         )
 
-    def _compute_decode(self, number: int) -> bool:
+    def _compute_decode(self, number: int, proposed: Sequence[int]) -> bool:
+        """Proposed tokens join the slot's, until the draws show which of them stay."""
         slot = self._slots[number]
+        self._require(not (proposed and self._keeps_states), "tokens are proposed to a model that keeps states")
         self._require(len(slot.tokens) - slot.num_computed == 1, f"slot {number} decodes and is not one token behind")
-        self._compute(slot, slot.num_computed + 1, {})
+        slot.tokens += proposed
+        self._compute(slot, slot.num_computed + 1 + len(proposed), {})
         return True
 
     def _compute_span(self, span: ranks_pb2.ScheduledSpan, result: ranks_pb2.StepResult) -> bool:
@@ -172,6 +194,10 @@ class FakeRanks:
             positions = [_logprobs(self._read(slot, i), slot.tokens[i + 1]) for i in range(begin, last)]
             if positions:
                 result.prompt_logprobs.add(slot=span.slot, begin=begin + 1, positions=positions)
+        pooled = range(begin, end) if slot.sampling.pooling == ranks_pb2.POOLING_MEAN else range(end - span.sample, end)
+        if slot.sampling.pooling and pooled:
+            states = [_hidden(self._read(slot, position)) for position in pooled]
+            result.pooled.add(slot=span.slot, num_tokens=len(pooled), sums=map(sum, zip(*states, strict=True)))
         return span.sample
 
     def _compute(self, slot: _Slot, end: int, taken: Mapping[int, int]) -> None:
@@ -182,6 +208,18 @@ class FakeRanks:
                 assert slot.state is not None
                 self._snapshots[taken[position + 1]] = position + 1, slot.state
         slot.num_computed = end
+
+    def _sample_along(
+        self, number: int, proposed: Sequence[int], result: ranks_pb2.StepResult, *, masks: Sequence[bytes]
+    ) -> None:
+        slot = self._slots[number]
+        del slot.tokens[len(slot.tokens) - len(proposed) :]
+        for index in range(len(proposed) + 1):
+            self._sample(number, result, mask=masks[index] if masks else None)
+            if proposed[index : index + 1] != slot.tokens[-1:]:
+                break
+        if proposed:
+            slot.num_computed = len(slot.tokens) - 1
 
     def _sample(self, number: int, result: ranks_pb2.StepResult, *, mask: bytes | None) -> None:
         slot = self._slots[number]

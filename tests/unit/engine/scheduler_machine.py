@@ -10,6 +10,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from hetero_gateway.engine.config import SpeculationConfig
 from hetero_gateway.engine.errors import InvalidRequest
 from hetero_gateway.engine.request import (
     Completion,
@@ -23,6 +24,7 @@ from hetero_gateway.engine.request import (
 from hetero_gateway.engine.step import ScheduledStep, StepOutcome
 from tests.unit.engine.engine_setup import Bench, engine_config, entries, generation, name_of
 from tests.unit.engine.fake_ranks import logprobs_alone, tokens_alone
+from tests.unit.engine.oracle import fake_oracle
 
 SMALL_VOCAB = 11
 MAX_MODEL_LEN = 30
@@ -65,6 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         steps=st.sampled_from([2, 2, 1]),
         ageing_s=st.sampled_from([0.5, 10.0]),
         num_snapshots=st.sampled_from([None, None, 0, 1, 2, 5]),
+        rate=st.sampled_from([None, 0.5, 0.9, 1.0]),
     )
     def start(
         self,
@@ -77,8 +80,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         steps: int,
         ageing_s: float,
         num_snapshots: int | None,
+        rate: float | None,
     ) -> None:
-        """`num_snapshots` None: a model that keeps no states."""
+        """`num_snapshots` None: a model that keeps no states. `rate`: how often proposed tokens are right; None: there
+        are none, nor for a model that keeps states."""
+        proposes = rate is not None and num_snapshots is None
         config = engine_config(
             block_size=block_size,
             max_num_batched_tokens=budget,
@@ -90,8 +96,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_steps_in_flight=steps,
             ageing_s=ageing_s,
             keeps_states=num_snapshots is not None,
+            speculation=SpeculationConfig(max_tokens=5) if proposes else None,
         )
-        self.bench = Bench(config, num_blocks=num_blocks, num_snapshots=num_snapshots or 0)
+        proposer = fake_oracle(rate=rate or 0.0, vocab_size=SMALL_VOCAB)
+        self.bench = Bench(config, num_blocks=num_blocks, num_snapshots=num_snapshots or 0, proposer=proposer)
 
     # --- what happens -----------------------------------------------------------------------------------
 
@@ -306,12 +314,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 completion.num_output_tokens == completion.request.max_tokens
             )
             if completion.has_logprobs:
-                expected = logprobs_alone(
-                    completion.token_ids,
-                    begin=completion.num_tokens - 1,
-                    tenant=completion.request.asked.sampling.top_k,
-                )
-                assert [update.logprobs] == expected
+                tenant, begin = completion.request.asked.sampling.top_k, completion.num_tokens - 1
+                # Of the updates of one completion this is the last, or a proposed token comes behind it.
+                behind = [each for each in outcome.updates if each.completion is completion]
+                begin -= len(behind) - 1 - next(i for i, each in enumerate(behind) if each is update)
+                assert update.logprobs == logprobs_alone(completion.token_ids, begin=begin, tenant=tenant)[0]
             else:
                 assert update.logprobs is None
 

@@ -28,6 +28,8 @@ from hetero_worker.checkpoints.gguf_store import open_gguf
 from hetero_worker.checkpoints.safetensors_store import SafetensorsStore
 from hetero_worker.checkpoints.sampled_digests import sampled_digests
 from hetero_worker.checkpoints.store import TensorSlice
+from tests.support.gguf_models import add_tokenizer
+from tests.support.mutations import use_config
 from tests.unit.fuzz.target import Target, changed_json
 
 _LARGEST_READ: Final = 1 << 22
@@ -70,20 +72,10 @@ def directory(name: str) -> Path:
     return folder
 
 
-def _use(config: ModelConfig) -> None:
-    """What planning and building ask of a model's shape."""
-    assert config.num_parameters > 0
-    assert config.attention_scale > 0
-    for rope in {*config.ropes, config.rope}:
-        assert all(frequency >= 0 for frequency in rope.inverse_frequencies(max(config.rotary_widths)))
-    assert len(config.windows) == config.num_layers
-    assert config.weights.of_experts.within(64)
-
-
 def _read_config(data: bytes) -> None:
     folder = directory("config")
     (folder / "config.json").write_bytes(data)
-    _use(ModelConfig.from_directory(folder))
+    use_config(ModelConfig.from_directory(folder))
 
 
 def _configs() -> Iterator[bytes]:
@@ -95,7 +87,7 @@ def _read_gguf(data: bytes) -> None:
     folder = directory("gguf")
     (folder / "model.gguf").write_bytes(data)
     sampled_digests(folder)
-    _use(ModelConfig.from_directory(folder))
+    use_config(ModelConfig.from_directory(folder))
     TextTokenizer.from_directory(folder).encode("a bc")
     store = open_gguf(folder)
     assert store is not None
@@ -151,17 +143,7 @@ def _add_fields(writer: gguf.GGUFWriter, model: str) -> None:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(1e4)
     writer.add_vocab_size(13)
-    writer.add_tokenizer_model(model)
-    writer.add_tokenizer_pre("smollm")
-    space = "\N{LOWER ONE EIGHTH BLOCK}" if model == "llama" else "Ġ"
-    tokens = ["<unk>", "<s>", "a", "b", "c", space, f"{space}b", "bc", "<user>", *(f"<0x{i:02X}>" for i in range(4))]
-    writer.add_token_list(tokens)
-    writer.add_token_types([2, 3, 1, 1, 1, 1, 1, 1, 4, 6, 6, 6, 6])
-    writer.add_token_scores([float(-number) for number in range(len(tokens))])
-    writer.add_token_merges([f"{space} b", "b c"])
-    writer.add_bos_token_id(1)
-    writer.add_unk_token_id(0)
-    writer.add_chat_template("{{ messages[0].content }}")
+    add_tokenizer(writer, model)
 
 
 def _read_safetensors(data: bytes) -> None:

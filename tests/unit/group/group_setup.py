@@ -90,6 +90,11 @@ def new_core(config: EngineConfig | None = None) -> EngineCore:
     return EngineCore(config or engine_config(), new_detokenizer=detokenizer)
 
 
+WARM_UP_PLANS = 5 + 2 * 3
+"""Of GroupBench's ranks, which have four slots: five for the sizes of steps, three for the first four ways to draw, and
+as many for the fifth."""
+
+
 class WarmRanks(FakeRanks):
     """FakeRanks that also do commands. Asleep, they compute nothing."""
 
@@ -110,7 +115,7 @@ class WarmRanks(FakeRanks):
         self._step_id += 1
         action = command.WhichOneof("action") or ""
         assert step_id == self._step_id
-        assert not self.bound_slots or action.endswith("profile")
+        assert not self.bound_slots or action.endswith(("profile", "experts"))
         report = ranks_pb2.CommandReport(done=True)
         match action:
             case "reset_cache":
@@ -242,6 +247,9 @@ class ObedientRank(ScriptedRank):
         """It can do commands, and another rank cannot."""
         self.expert_counts: dict[int, list[int]] = {}
         """By layer, whenever it is asked how often experts were chosen."""
+        self.polls_of_reading = 0
+        """How often it says that it is still reading, for each exchange of experts."""
+        self._polls = 0
         self.aborts: list[str] = []
         self._ended_epoch = 0
         self._ranks: WarmRanks | None = None
@@ -303,6 +311,9 @@ class ObedientRank(ScriptedRank):
                 report.expert_counts.extend(
                     ranks_pb2.ExpertCounts(layer=layer, tokens=tokens) for layer, tokens in self.expert_counts.items()
                 )
+            if plan.command.place_experts.ahead:
+                report.is_reading = self._polls < self.polls_of_reading
+                self._polls = self._polls + 1 if report.is_reading else 0
             return report
         self._ranks._step_id += 1
         return ranks_pb2.CommandReport(done=False, problem=self.problem)

@@ -14,7 +14,7 @@ from hetero_gateway.engine.errors import EngineUnavailable, GroupLost
 from hetero_gateway.group.errors import CommandFailed, InvalidCommand, WrongState
 from tests.unit.engine.engine_setup import VOCAB_SIZE, generation
 from tests.unit.engine.fake_ranks import tokens_alone
-from tests.unit.group.group_setup import PATIENCE_S, GroupBench, ScriptedRank, collect, wait_until
+from tests.unit.group.group_setup import PATIENCE_S, WARM_UP_PLANS, GroupBench, ScriptedRank, collect, wait_until
 
 pytestmark = pytest.mark.unit
 
@@ -274,7 +274,7 @@ async def test_drain_answers_once_requests_in_flight_have_ended() -> None:
         zero, _ = await bench.ready()
         zero.holds_steps = True
         stream = bench.core.submit(generation("r", range(9), max_tokens=1))
-        await wait_until(lambda: len(zero.plans) > 5)
+        await wait_until(lambda: len(zero.plans) > WARM_UP_PLANS)
         drain = asyncio.create_task(bench.rpcs.drain())
         await bench.until(GroupState.DRAINING)
         assert not drain.done()

@@ -18,6 +18,7 @@ from hetero_gateway.group.settings import GroupSettings
 from tests.unit.engine.engine_setup import VOCAB_SIZE, engine_config, generation
 from tests.unit.engine.fake_ranks import tokens_alone
 from tests.unit.group.group_setup import (
+    WARM_UP_PLANS,
     GroupBench,
     ObedientRank,
     ScriptedRank,
@@ -147,7 +148,7 @@ async def test_a_lost_rank_pauses_requests_and_its_replacement_lets_them_go_on(v
     async with GroupBench() as bench:
         ranks = await bench.ready()
         streams = [bench.core.submit(generation(f"r{i}", range(5 + i), max_tokens=20, seed=i)) for i in range(3)]
-        await wait_until(lambda: len(ranks[0].plans) > 9)
+        await wait_until(lambda: len(ranks[0].plans) > WARM_UP_PLANS + 4)
         ranks[victim].lose()
         await bench.until(GroupState.ABORTED)
         assert bench.topology.paused_requests == 3
@@ -166,7 +167,7 @@ async def test_while_requests_wait_the_warm_up_is_brief() -> None:
         zero, one = await bench.ready()
         assert max(span.num_tokens for plan in zero.plans for span in plan.spans) > 16
         stream = bench.core.submit(generation("r", range(5), max_tokens=20))
-        await wait_until(lambda: len(zero.plans) > 9)
+        await wait_until(lambda: len(zero.plans) > WARM_UP_PLANS + 4)
         one.lose()
         await heal(bench, (zero,), 1)
         assert max(span.num_tokens for plan in zero.plans[:4] for span in plan.spans) == 16
@@ -189,9 +190,9 @@ async def test_a_result_that_does_not_fit_its_plan_ends_the_epoch_and_the_reques
         zero, one = await bench.ready()
         zero.holds_steps = True
         stream = bench.core.submit(generation("r", range(3), max_tokens=4))
-        await wait_until(lambda: len(zero.plans) >= 6)
+        await wait_until(lambda: len(zero.plans) > WARM_UP_PLANS)
         zero.holds_steps = False
-        zero.say(1, step_result=ranks_pb2.StepResult(step_id=6, slots=[2], token_ids=[1]))
+        zero.say(1, step_result=ranks_pb2.StepResult(step_id=WARM_UP_PLANS + 1, slots=[2], token_ids=[1]))
         assert tokens_of(await collect(stream)) == tokens_alone(range(3), seed=0, count=4, vocab_size=VOCAB_SIZE)
         assert "slots [0] had to sample, slots [2] did" in one.aborts[0]
 
@@ -202,7 +203,7 @@ async def test_a_request_that_waits_too_long_for_a_group_ends_unavailable() -> N
         zero, one = await bench.ready()
         zero.holds_steps = True
         stream = bench.core.submit(generation("r", range(3)))
-        await wait_until(lambda: len(zero.plans) > 5)
+        await wait_until(lambda: len(zero.plans) > WARM_UP_PLANS)
         one.lose()
         with pytest.raises(EngineUnavailable, match=r"rank 1 \(pod-1\): its stream ended"):
             await collect(stream)
@@ -213,7 +214,7 @@ async def test_a_permanent_failure_ends_every_request_and_refuses_new_ones() -> 
         zero, one = await bench.ready()
         zero.holds_steps = True
         streams = [bench.core.submit(generation(f"r{i}", range(3))) for i in range(2)]
-        await wait_until(lambda: len(zero.plans) > 5)
+        await wait_until(lambda: len(zero.plans) > WARM_UP_PLANS)
         one.say(1, failure=ranks_pb2.Failure(message="model.safetensors: damaged", permanent=True))
         for stream in streams:
             with pytest.raises(EngineUnavailable, match=r"model\.safetensors: damaged"):
@@ -232,7 +233,7 @@ async def test_a_rank_lost_while_draining_ends_requests_for_there_is_no_other_ep
         zero, one = await bench.ready()
         zero.holds_steps = True
         stream = bench.core.submit(generation("r", range(3)))
-        await wait_until(lambda: len(zero.plans) > 5)
+        await wait_until(lambda: len(zero.plans) > WARM_UP_PLANS)
         bench.group.drain()
         one.lose()
         with pytest.raises(EngineUnavailable, match="its stream ended"):
@@ -244,7 +245,7 @@ async def test_draining_between_two_epochs_ends_the_requests_that_wait_for_the_n
         zero, one = await bench.ready()
         zero.holds_steps = True
         stream = bench.core.submit(generation("r", range(3)))
-        await wait_until(lambda: len(zero.plans) > 5)
+        await wait_until(lambda: len(zero.plans) > WARM_UP_PLANS)
         one.lose()
         await bench.until(GroupState.ABORTED)
         bench.group.drain()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -260,6 +261,43 @@ async def test_how_many_moved_is_told_once() -> None:
         assert told == [4]
 
 
+# --- while requests run -----------------------------------------------------------------------------------
+
+
+def orders_to(rank: ObedientRank) -> list[tuple[str, bool]]:
+    """Commands in this epoch, and whether they are for later."""
+    commands = [plan.command for plan in rank.plans if plan.HasField("command")]
+    return [(command.WhichOneof("action") or "", command.place_experts.ahead) for command in commands]
+
+
+async def test_pairs_are_read_first_and_then_exchanged_while_requests_run() -> None:
+    async with serving() as (bench, zero, one):
+        one.polls_of_reading = 1
+        streams = [bench.core.submit(generation("first", range(9), max_tokens=40))]
+        on_place(zero, lambda: streams.append(bench.core.submit(generation("second", range(9), max_tokens=6))))
+        assert await bench.rpcs.swap_experts() == 4
+        reading, exchange = ("place_experts", True), ("place_experts", False)
+        assert orders_to(zero)[1:] == [("count_experts", False), *[reading, reading, exchange] * 2]
+        assert orders_to(zero) == orders_to(one)
+        after = bench.group.placement.plan
+        assert placed(zero)[-1] == after
+        assert all(len(experts & {0, 1}) == 1 for layer in (0, 2) for experts in held(after, layer))
+        for stream, number in zip(streams, (40, 6), strict=True):
+            events = await collect(stream)
+            assert sum(len(event.token_ids) for event in events[:-1]) == number
+
+
+async def test_a_rank_that_cannot_read_leaves_all_where_they_are() -> None:
+    async with serving() as (bench, zero, one):
+        plan = bench.group.placement.plan
+        on_place(zero, lambda: setattr(zero, "peers_fail", True))
+        on_place(one, lambda: setattr(one, "problem", "no such file"))
+        with pytest.raises(CommandFailed, match=r"rank 1 \(pod-1\): no such file"):
+            await bench.rpcs.swap_experts()
+        assert bench.group.placement.plan is plan
+        assert len(placed(zero)) == 1
+
+
 # --- without being asked ----------------------------------------------------------------------------------
 
 
@@ -273,11 +311,11 @@ def test_only_models_of_experts_are_looked_at_and_only_if_the_resource_lets_them
 class Rebalancing:
     """A rebalancer at work on a bench, with a clock in the test's hands."""
 
-    def __init__(self, bench: GroupBench, *, min_tokens: int) -> None:
+    def __init__(self, bench: GroupBench, *, min_tokens: int, serving_s: float = 1000.0) -> None:
         self.now_s = 0.0
-        policy = RebalancePolicy(idle_s=0.01, min_tokens=min_tokens, interval_s=100.0)
+        policy = RebalancePolicy(idle_s=0.01, min_tokens=min_tokens, interval_s=100.0, serving_s=serving_s)
         rebalancer = ExpertRebalancer(
-            bench.rpcs.place_experts, core=bench.core, policy=policy, clock=lambda: self.now_s
+            bench.rpcs.place_experts, bench.rpcs.swap_experts, core=bench.core, policy=policy, clock=lambda: self.now_s
         )
         self._task = asyncio.create_task(rebalancer.run())
 
@@ -312,7 +350,7 @@ async def test_an_idle_group_that_computed_enough_moves_experts_by_itself() -> N
         assert held(bench.group.placement.plan, 0) != [{0, 1}, {2, 3}]
 
 
-async def test_a_busy_group_is_never_looked_at() -> None:
+async def test_a_busy_group_is_not_taken_for_an_idle_one() -> None:
     async with serving() as (bench, zero, _), Rebalancing(bench, min_tokens=1):
         await compute(bench, "one")
         zero.holds_steps = True
@@ -321,6 +359,20 @@ async def test_a_busy_group_is_never_looked_at() -> None:
         await wait_until(lambda: asyncio.get_running_loop().time() > deadline_s)
         assert zero.commands == ["count_experts"]
         stream.cancel()
+
+
+async def test_a_group_that_serves_and_computed_enough_exchanges_pairs_by_itself() -> None:
+    async with serving() as (bench, zero, _), Rebalancing(bench, min_tokens=20, serving_s=0.01):
+
+        async def ask_on() -> None:
+            for number in itertools.count():
+                await collect(bench.core.submit(generation(f"r{number}", range(9), max_tokens=50)))
+
+        asking = asyncio.create_task(ask_on())
+        await wait_until(lambda: len(placed(zero)) == 4 and bench.group.placement.plan == placed(zero)[-1])
+        asking.cancel()
+        with suppress(asyncio.CancelledError):
+            await asking
 
 
 async def test_experts_are_not_looked_at_often() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from hetero_api.group_state import GroupState
-from hetero_api.spec import ExchangeKind
+from hetero_api.spec import ExchangeKind, PlacementShares
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.group.errors import EpochEnded
-from hetero_gateway.group.orders import asked_exchange, built_exchange
-from tests.unit.group.group_setup import GroupBench, ScriptedRank, group_settings, hello
+from hetero_gateway.group.orders import asked_exchange, built_exchange, load_order
+from hetero_placement.shard_plans import deal_within_layers
+from tests.unit.group.group_setup import GroupBench, ScriptedRank, group_settings, hello, model_config
 
 pytestmark = pytest.mark.unit
 
@@ -79,3 +80,10 @@ async def test_topology_tells_why_the_exchange_is_not_the_fastest() -> None:
             rank.say(1, formed=ranks_pb2.Formed(exchange=GLOO, exchange_reason="no shared segment"))
         await bench.until(GroupState.LOADING)
         assert (bench.topology.exchange, bench.topology.exchange_reason) == (GLOO, "no shared segment")
+
+
+def test_ranks_are_asked_to_defer_experts_as_the_resource_says() -> None:
+    pools = ({"name": "gpu", "type": "GPU", "ranks": 1}, {"name": "cpu", "ranks": 1})
+    plan = deal_within_layers(model_config(), cores=[1, 1], shares=PlacementShares())
+    for engine, asked in (({}, 0), ({"expertDeferral": 3}, 3)):
+        assert load_order(group_settings(*pools, engine=engine), plan).expert_deferral == asked

@@ -11,7 +11,7 @@ from hetero_gateway.engine.errors import EngineUnavailable
 from hetero_gateway.group.warm_up import sampling_slots
 from tests.unit.engine.engine_setup import VOCAB_SIZE, generation
 from tests.unit.engine.fake_ranks import tokens_alone
-from tests.unit.group.group_setup import GroupBench, ScriptedRank, collect, group_settings
+from tests.unit.group.group_setup import WARM_UP_PLANS, GroupBench, ScriptedRank, collect, group_settings
 
 pytestmark = pytest.mark.unit
 
@@ -45,15 +45,20 @@ async def test_orders_go_out_phase_by_phase_to_everyone() -> None:
         assert (allocate.num_blocks, allocate.block_size) == (65, 4)
         assert bench.states[1:] == [GroupState.LOADING]
         await one.obey("allocate_cache")
-        for step_id, slots in ((1, [0]), (2, [0]), (3, [0, 1, 2, 3]), (4, [0, 1, 2, 3]), (5, [])):
+        four = [0, 1, 2, 3]
+        for step_id, slots in enumerate(([0], [0], four, four, [], four, four, [], [0], [0], []), 1):
             plan = await zero.expect("step_plan")
             assert plan == await one.expect("step_plan")
             assert (plan.step_id, sampling_slots(plan)) == (step_id, slots)
+            if plan.masked_slots:
+                masks = await zero.expect("token_masks")
+                assert masks == await one.expect("token_masks")
+                assert (masks.step_id, len(masks.masks)) == (step_id, len(plan.masked_slots))
             zero.say(1, step_result=ranks_pb2.StepResult(step_id=step_id, slots=slots, token_ids=[7] * len(slots)))
         await bench.until(GroupState.READY)
         assert bench.group.is_ready
         assert bench.states == [GroupState.FORMING, GroupState.LOADING, GroupState.READY]
-        assert len(bench.steps) == 5
+        assert len(bench.steps) == WARM_UP_PLANS
 
 
 async def test_ranks_are_told_what_weights_are_quantised_to() -> None:
@@ -103,7 +108,7 @@ async def test_sizes_that_ranks_make_graphs_of_are_warmed_up() -> None:
         zero.graph_sizes, one.graph_sizes = (1, 2), (1, 4, 128)
         await bench.until(GroupState.READY)
         decoding = [len(plan.decode_slots) for plan in zero.plans if plan.decode_slots]
-        assert decoding == [1, 1, 4, 4, 4, 2, 2, 1, 1]
+        assert decoding == [1, 1, 4, *(4, 1), 4, 4, 2, 2, 1, 1]
         assert zero.plans == one.plans
 
 

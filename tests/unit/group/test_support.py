@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 
+from hetero_api.errors import PlanError
+from hetero_api.spec import PlacementShares
 from hetero_api.weight_format import StoredWeights, WeightFormat
 from hetero_gateway.group.errors import UnsupportedSpecError
-from hetero_gateway.group.settings import check_supported, resolve_max_model_len
+from hetero_gateway.group.settings import check_deferral, check_supported, resolve_max_model_len
+from hetero_placement.shard_plans import deal_within_layers
 from tests.unit.group.group_setup import model_config, spec_of
 
 pytestmark = pytest.mark.unit
 
 MODEL = {"uri": "hf://org/model"}
+MOE = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
 GPU_AND_CPU = ({"name": "gpu", "type": "GPU", "ranks": 1}, {"name": "cpu", "ranks": 1})
 
 
@@ -75,3 +79,29 @@ def test_auto_is_the_arithmetic_of_those_that_compute_and_the_models_own_length(
     assert spec_of(model=MODEL | {"dtype": "bfloat16"}).dtype_in_force == "bfloat16"
     assert resolve_max_model_len(spec_of(), model_config()) == 8192
     assert resolve_max_model_len(spec_of(model=MODEL | {"maxModelLen": 100}), model_config()) == 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, "the model has no experts"),
+        (MOE, "2 of the 2 experts of a token, one of which must not be late; use 1 at most"),
+    ],
+    ids=["no experts", "all experts"],
+)
+def test_experts_that_cannot_be_deferred_are_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UnsupportedSpecError) as caught:
+        check_supported(spec_of(*GPU_AND_CPU, engine={"expertDeferral": 2}), model_config(**changes))
+    assert [told for told in caught.value.problems if problem in told] == list(caught.value.problems)
+
+
+def test_a_placement_without_anything_to_defer_is_refused() -> None:
+    spec, config = spec_of(*GPU_AND_CPU, engine={"expertDeferral": 1}), model_config(**MOE)
+    helped = deal_within_layers(config, cores=[1, 1], shares=PlacementShares(attention=[1, 0], mlp=[0, 1]))
+    check_deferral(spec, helped)
+    both = deal_within_layers(config, cores=[1, 1], shares=PlacementShares())
+    with pytest.raises(
+        PlanError, match=r"spec\.engine\.expertDeferral: no rank without KV heads has experts of two layers"
+    ):
+        check_deferral(spec, both)
+    check_deferral(spec_of(*GPU_AND_CPU), both)

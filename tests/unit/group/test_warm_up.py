@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_api.v1 import ranks_pb2
-from hetero_gateway.group.warm_up import MAX_WARM_SEQS, StepBounds, sampling_slots, warm_up_plans
+from hetero_gateway.group.warm_up import MAX_WARM_SEQS, StepBounds, masks_of, sampling_slots, warm_up_plans
 from tests.unit.group.group_setup import WarmRanks
 
 pytestmark = pytest.mark.unit
@@ -41,7 +43,9 @@ def test_ranks_can_do_every_plan_and_end_with_no_slot_bound(
         plan.step_id = step_id
         for slot in plan.released_slots:
             del lengths[slot]
-        result = ranks.execute(plan)
+        masks = masks_of(plan, vocab_size=9)
+        result = ranks.execute(plan, masks=masks)
+        assert masks == [b"\xff\x01"] * len(plan.masked_slots)
         assert list(result.slots) == sampling_slots(plan) == [*plan.decode_slots, *(s.slot for s in plan.spans)]
         assert sum(shape_of(plan)) <= bounds.max_num_batched_tokens
         for slot, num_tokens in zip(result.slots, shape_of(plan), strict=True):
@@ -55,14 +59,28 @@ LARGE = StepBounds(max_num_seqs=200, max_num_batched_tokens=128, max_model_len=5
 
 def test_it_prefills_as_much_as_a_step_takes_then_decodes_one_and_many() -> None:
     plans = warm_up_plans(LARGE)
-    assert [shape_of(plan) for plan in plans] == [[128], [1], [1] * MAX_WARM_SEQS, [1] * MAX_WARM_SEQS, []]
-    assert list(plans[-1].released_slots) == list(range(MAX_WARM_SEQS))
+    assert [shape_of(plan) for plan in plans[:5]] == [[128], [1], [1] * MAX_WARM_SEQS, [1] * MAX_WARM_SEQS, []]
+    assert list(plans[4].released_slots) == list(range(MAX_WARM_SEQS))
+
+
+@pytest.mark.parametrize(("seqs", "together"), [(200, [5]), (3, [3, 2]), (1, [1] * 5)])
+def test_it_draws_in_every_way_and_with_a_mask_however_few_sequences_there_is_room_for(
+    seqs: int, together: list[int]
+) -> None:
+    plans = warm_up_plans(dataclasses.replace(LARGE, max_num_seqs=seqs))[5:]
+    assert [shape_of(plan) for plan in plans] == [part for n in together for part in ([1] * n, [1] * n, [])]
+    draws = [new.sampling for plan in plans for new in plan.new_sequences]
+    assert [draw.temperature for draw in draws] == [0, 1, 1, 1, 1]
+    assert [draw.top_k > 0 for draw in draws] == [False, False, True, False, False]
+    assert [draw.top_p < 1 for draw in draws] == [False, False, False, True, False]
+    assert [draw.repetition_penalty > 1 for draw in draws] == [False] * 4 + [True]
+    assert [list(plan.masked_slots) for plan in plans if plan.decode_slots] == [[0]] * len(together)
 
 
 def test_a_brief_one_has_a_short_prefill_and_the_same_decodes() -> None:
     brief, full = warm_up_plans(LARGE, brief=True), warm_up_plans(LARGE)
     assert shape_of(brief[0]) == [16]
-    assert list(map(shape_of, brief[1:])) == list(map(shape_of, full[1:]))
+    assert list(map(shape_of, brief[1:])) == list(map(shape_of, full[1:5]))
 
 
 def test_without_room_for_a_sequence_there_is_nothing_to_warm() -> None:

@@ -78,10 +78,26 @@ def test_what_changes_with_every_commit_comes_last(image: Image) -> None:
 @each_image
 def test_packages_are_a_layer_below_the_program(image: Image) -> None:
     copies = [line.text for line in of(image).stages[image.target].instructions if line.word == "COPY"]
-    assert [re.findall(r"--from=(?:\w+-)?(dependencies|program) ", copy) for copy in copies] == [
+    compiled = [["kernels"]] if image.key == "gpuWorker" else []
+    assert [re.findall(r"--from=(?:\w+-)?(dependencies|program|kernels) ", copy) for copy in copies] == [
         ["dependencies"],
         ["program"],
+        *compiled,
     ]
+
+
+def test_the_gpu_image_has_its_kernels_where_triton_is_told_to_look() -> None:
+    read = dockerfile("Dockerfile.gpu")
+    (run,) = [line.text for line in read.instructions("kernels") if "backends.cuda.ahead" in line.text]
+    manager = (ROOT / "worker/hetero_worker/backends/cuda/shipped.py").read_text(
+        encoding="utf-8"
+    )  # its import is Triton's
+    (folder,) = re.findall(r'Path\(sys\.prefix\) / "([^"]+)"', manager)
+    assert f"--into /opt/hetero/{folder} " in run
+    variables = " ".join(line.text for line in read.instructions("worker") if line.word == "ENV")
+    (name,) = re.findall(r"TRITON_CACHE_MANAGER=hetero_worker\.backends\.cuda\.shipped:(\w+)", variables)
+    assert f"class {name}(FileCacheManager)" in manager
+    assert "PATH=/opt/hetero/bin:" in variables
 
 
 @each_image

@@ -14,7 +14,8 @@ from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.layers.fused_ops import FusedOps
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel
-from hetero_worker.layers.triton_ops import InvariantTritonOps, TritonKernel, TritonOps
+from hetero_worker.layers.triton.linear import TritonKernel
+from hetero_worker.layers.triton_ops import InvariantTritonOps, TritonOps
 from hetero_worker.models.decoder import Decoder
 from tests.support.rank_shares import Shares
 from tests.support.stages import BLOCK_SIZE, NUM_BLOCKS, KnownSequence, step_of
@@ -74,7 +75,7 @@ def saved(variant: str, folder: Path) -> TinyCheckpoint:
 @pytest.mark.parametrize(("variant", "dtype"), [("qwen3-moe-some-dense", torch.float32), ("gemma2", torch.bfloat16)])
 def test_every_way_has_the_same_bits(tmp_path: Path, variant: str, dtype: torch.dtype) -> None:
     checkpoint = saved(variant, tmp_path)
-    ways = all_ways(Rank(checkpoint, dtype, kernel=TritonKernel(), ops=InvariantTritonOps(), invariant=True))
+    ways = all_ways(Rank(checkpoint, dtype, kernel=TritonKernel(HOST, dtype), ops=InvariantTritonOps(), invariant=True))
     for way, logits in ways.items():
         assert torch.equal(logits, ways["whole"][-len(logits) :]), way
     if dtype == torch.float32:

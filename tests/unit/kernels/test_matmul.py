@@ -13,7 +13,8 @@ from hetero_worker.kernels.expert_choice import router_logits as plain_logits
 from hetero_worker.kernels.matmul import MatmulTile, linear
 from hetero_worker.kernels.routing import router_logits
 from hetero_worker.layers.fused_ops import PLAIN_OPS
-from hetero_worker.layers.triton_ops import InvariantTritonOps, TritonKernel, TritonOps
+from hetero_worker.layers.triton.linear import TritonKernel
+from hetero_worker.layers.triton_ops import InvariantTritonOps, TritonOps
 
 pytestmark = pytest.mark.unit
 

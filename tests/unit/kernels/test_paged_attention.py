@@ -92,6 +92,14 @@ def test_any_width_and_type(head_dim: int, dtype: torch.dtype) -> None:
     check(PagedCase(decode=[33, 2], spans=[(5, 7)], head_dim=head_dim, dtype=dtype), rule)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "cached"),
+    [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.float32)],
+)
+def test_a_cache_of_another_type(dtype: torch.dtype, cached: torch.dtype) -> None:
+    check(PagedCase(decode=[9, 4], spans=[(3, 5)], dtype=dtype, cache_dtype=cached))
+
+
 @pytest.mark.parametrize("block_size", [1, 3, 16, 100])
 def test_any_size_of_blocks(block_size: int) -> None:
     check(PagedCase(decode=[67, 3], spans=[(2, 33)], block_size=block_size))
@@ -127,16 +135,29 @@ def test_long_rows_are_split_among_the_programs_there_are() -> None:
 
 
 def test_what_splits_leave_fits_what_is_accounted_for() -> None:
-    """Rows of any number are cut into no more splits than there are programs."""
+    """Rows of any number, and of any length, are cut into no more splits than sixteen times the programs."""
     backend = TritonPagedAttention(HOST, head_dim=16, group_size=3, num_programs=16)
     step = backend.begin(PagedCase(decode=[1]).batch)
     most = max(
         rows * 2 * splits
-        for rows in range(1, 20)
+        for rows in range(1, 200)
         if (splits := step._num_splits(rows, 2, 100_000, None)) > 1  # type: ignore[attr-defined]
     )
-    assert most <= 16
-    assert backend.gather_bytes == 16 * 3 * (16 + 2) * 4
+    assert most == 16 * 16
+    assert backend.gather_bytes == most * 3 * (16 + 2) * 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "longest", "window", "splits"),
+    [(1, 100_000, None, 32), (1, 1000, None, 4), (64, 1000, None, 1), (64, 5000, None, 2), (64, 100_000, None, 2),
+     (16, 100_000, None, 8), (16, 100_000, 3000, 2), (500, 100_000, None, 1)],
+)  # fmt: skip
+def test_long_rows_are_cut_however_many_others_there_are(
+    rows: int, longest: int, window: int | None, splits: int
+) -> None:
+    """Or a step would end when the one program of its longest row does."""
+    step = TritonPagedAttention(HOST, head_dim=16, group_size=3, num_programs=16).begin(PagedCase(decode=[1]).batch)
+    assert step._num_splits(rows, 2, longest, window) == splits  # type: ignore[attr-defined]
 
 
 def test_a_query_may_be_a_view_of_wider_rows() -> None:

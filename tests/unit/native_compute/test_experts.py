@@ -51,7 +51,8 @@ class Layer:
         self.shared = self.mlp(shared, seed=999) if shared else None
         self.counts = torch.zeros(NUMBER, dtype=torch.int64)
         shape = ExpertsConfig(NUMBER, PER_TOKEN, width, layers=(0,))
-        experts = self.kernel.join_experts(shape, activation, shared=self.shared, counts=self.counts)
+        mlps = list(self.mlps.values())
+        experts = self.kernel.join_experts(shape, activation, shared=self.shared, counts=self.counts, loaded=mlps)
         assert experts is not None
         self.experts: PackedExperts = experts
         self.experts.hold(self.mlps)
@@ -163,6 +164,27 @@ def test_more_rows_than_are_computed_at_a_time() -> None:
     chosen, shares = routed(3001)
     assert_close(layer.experts(x, chosen, shares), layer.expected(x, chosen, shares))
     assert torch.equal(layer.counts, torch.bincount(chosen.flatten(), minlength=NUMBER))
+
+
+@pytest.mark.parametrize("late", [1, PER_TOKEN - 1])
+@pytest.mark.parametrize("shared", [0, SHARED])
+@pytest.mark.usefixtures("isa")
+def test_a_sum_may_come_in_two(late: int, shared: int) -> None:
+    """The bits of a row are those of the row alone, and each choice is counted once."""
+    layer, x = Layer(shared=shared), randn(30, HIDDEN)
+    chosen, shares = routed(30)
+    is_late = torch.arange(PER_TOKEN) >= PER_TOKEN - late
+    early_sum, late_of = layer.experts.in_two(x, chosen, shares, late=late)
+    late_sum = late_of()
+    assert torch.equal(layer.counts, torch.bincount(chosen.flatten(), minlength=NUMBER))
+    assert_close(early_sum, layer.expected(x, chosen, shares * ~is_late))
+    of_shared = 0 if layer.shared is None else layer.one(layer.shared, x)
+    assert_close(late_sum, layer.expected(x, chosen, shares * is_late) - of_shared)
+    for row in range(30):
+        part = slice(row, row + 1)
+        alone, late_of_row = layer.experts.in_two(x[part], chosen[part], shares[part], late=late)
+        assert torch.equal(alone, early_sum[part])
+        assert torch.equal(late_of_row(), late_sum[part])
 
 
 def test_gates_and_ups_may_be_stored_apart() -> None:

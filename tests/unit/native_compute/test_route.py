@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -56,6 +58,20 @@ def test_it_is_the_same_to_the_last_bit(shape: tuple[int, int, int], rule: str) 
         chosen, weights = NativeOps(op_queue_of(team)).route(hidden, router)
         assert torch.equal(chosen, expected)
         assert torch.equal(weights, shares)
+
+
+@each_rule
+@pytest.mark.usefixtures("isa")
+def test_choices_may_be_in_the_order_of_their_shares(rule: str) -> None:
+    """A correction changes who is chosen, and not how much each counts."""
+    router, hidden = router_of((300, 36, 6), RULES[rule]), randn(20, 300)
+    chosen, shares = PLAIN_OPS.route(hidden, router)
+    ordered = replace(router, by_share=True)
+    for ops in (PLAIN_OPS, NativeOps(op_queue_of(2))):
+        by_share, sorted_shares = ops.route(hidden, ordered)
+        assert torch.equal(sorted_shares, shares.sort(dim=1, descending=True).values)
+        assert torch.equal(by_share, chosen.gather(1, shares.argsort(dim=1, descending=True, stable=True)))
+    assert torch.equal(by_share, chosen) is not (rule in ("sigmoid", "groups", "many groups"))
 
 
 @each_rule

@@ -8,6 +8,7 @@ import pytest
 
 from hetero_operator.config import SETTINGS, OperatorConfig
 from hetero_operator.errors import ConfigError
+from hetero_operator.reconcile.model import Policy
 
 
 def test_defaults_make_a_whole_configuration() -> None:
@@ -47,6 +48,20 @@ def test_the_operators_own_namespace_is_where_the_lease_is() -> None:
         ("gateway_image", " spaced "),
         ("cluster_domain", "no domain"),
         ("run_as_user", "0"),
+        ("inside_tls", "yes"),
+        ("namespace_users", "5"),
+        ("namespace_users", "0-5"),
+        ("namespace_users", "9-5"),
+        ("namespace_users", "1-2147483648"),
+        ("cluster_dns", "kube-system"),
+        ("cluster_dns", "10.0.0.10"),
+        ("cluster_dns", "10.0.0.0/33"),
+        ("allowed_host_paths", "models"),
+        ("allowed_host_paths", "/srv,/srv/../etc"),
+        ("allowed_host_paths", "/it's"),
+        ("allowed_images", "registry.example/team ,a b"),
+        ("allowed_secrets", "[a-z]"),
+        ("allowed_secrets", "a,,b"),
         ("resync_seconds", "nan"),
         ("resync_seconds", "1"),
         ("workers", "0"),
@@ -63,6 +78,26 @@ def test_what_is_wrong_is_told_by_the_name_it_was_given_by(name: str, value: str
         OperatorConfig.from_command_line([], {variable: value})
     with pytest.raises(ConfigError, match=f"^{argument}: "):
         OperatorConfig.from_command_line([f"{argument}={value}"], {})
+
+
+def test_lists_of_a_policy_are_separated_by_commas() -> None:
+    environment = {
+        "HETERO_OPERATOR_ALLOWED_HOST_PATHS": "/srv/models, /dev/shm,/srv/models",
+        "HETERO_OPERATOR_ALLOWED_IMAGES": "registry.example:5000/team/*",
+        "HETERO_OPERATOR_ALLOWED_SECRETS": "",
+        "HETERO_OPERATOR_NAMESPACE_USERS": "1000000000-1999999999",
+        "HETERO_OPERATOR_CLUSTER_DNS": "dns/app.example/role=resolver,fd00::10/128",
+    }
+    policy = OperatorConfig.from_command_line([], environment).policy
+    assert policy.allowed_host_paths == ("/srv/models", "/dev/shm")
+    assert policy.allowed_images == ("registry.example:5000/team/*",)
+    assert (policy.allowed_secrets, policy.allowed_schedulers) == ((), ("*",))
+    assert policy.namespace_users == (1_000_000_000, 1_999_999_999)
+    assert policy.cluster_dns == ("dns/app.example/role=resolver", "fd00::10/128")
+
+
+def test_the_policy_without_settings_is_the_default_one() -> None:
+    assert OperatorConfig.from_command_line([], {}).policy == Policy()
 
 
 def test_times_of_the_lease_must_rise() -> None:

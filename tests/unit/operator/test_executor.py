@@ -101,6 +101,33 @@ async def test_tokens_are_long_random_and_different(bench: Bench) -> None:
     assert "data" not in bench.book.store.owned_by(OWNER)[0]
 
 
+def certificates(renews: str = "") -> NewSecret:
+    manifest = {**config_map("x-inside-1"), "kind": "Secret"}
+    del manifest["data"]
+    return NewSecret(manifest, gateway_names=("x-gateway.ns.svc",), renews=renews)
+
+
+async def test_certificates_are_made_and_renewed_under_the_same_authority(bench: Bench) -> None:
+    assert await bench.run(Plan(create=(certificates(),))) == Outcome()
+    first = bench.server.objects[f"{SECRETS}/x-inside-1"]
+    calls = len(writes(bench.server))
+    assert await bench.run(Plan(create=(certificates(first["metadata"]["uid"]),))) == Outcome()
+    second = bench.server.objects[f"{SECRETS}/x-inside-1"]
+    assert writes(bench.server)[calls:] == [f"DELETE {SECRETS}/x-inside-1", f"POST {SECRETS}"]
+    assert first["metadata"]["uid"] != second["metadata"]["uid"]
+    assert first["data"]["ca.crt"] == second["data"]["ca.crt"]
+    assert first["data"]["rank.crt"] != second["data"]["rank.crt"]
+    assert bench.book.store.owned_by(OWNER)[0]["metadata"]["uid"] == second["metadata"]["uid"]
+
+
+async def test_certificates_that_were_renewed_meanwhile_stay(bench: Bench) -> None:
+    await bench.run(Plan(create=(certificates(),)))
+    before = bench.server.objects[f"{SECRETS}/x-inside-1"]
+    done = await bench.run(Plan(create=(certificates("another"),)))
+    assert [failure.kind for failure in done.failures] == [FailureKind.TRANSIENT]
+    assert bench.server.objects[f"{SECRETS}/x-inside-1"] == before
+
+
 async def test_what_was_written_is_in_the_cache_at_once(bench: Bench) -> None:
     await bench.run(Plan(apply=(config_map("a", key="1"),)))
     (found,) = bench.store("ConfigMap").owned_by(OWNER)

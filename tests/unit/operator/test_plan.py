@@ -177,7 +177,7 @@ def test_an_invalid_spec_changes_nothing_and_says_why() -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"model": {"uri": "hf://a/b", "dtype": "float16"}}, "spec.model.dtype: float16: this version does not"),
+        ({"model": {"uri": "hf://a/b", "dtype": "float16"}}, "spec.model.dtype: float16: CPU ranks do not compute"),
         ({"gateway": {"tlsSecretName": "tls"}}, "spec.gateway.tlsSecretName: spec.gateway.tls.secretName took"),
         (
             {"gateway": {"authTokenSecretRef": {"name": "a"}}},

@@ -26,6 +26,7 @@ LIVE_CHANGES: Final[Mapping[str, set[str]]] = {
     "recovery.nodeLostTimeoutSeconds": set(),
     "networkPolicy.enabled": {"NetworkPolicy/everything-ranks", "NetworkPolicy/everything-gateway"},
     "networkPolicy.clientsFrom": {"NetworkPolicy/everything-gateway"},
+    "networkPolicy.metricsFrom": {"NetworkPolicy/everything-ranks", "NetworkPolicy/everything-gateway"},
     "networkPolicy.allowModelEgress": {"NetworkPolicy/everything-ranks", "NetworkPolicy/everything-gateway"},
     "disruptionBudget.enabled": {"PodDisruptionBudget/everything-ranks"},
     "monitoring.podMonitor": {"PodMonitor/everything"},
@@ -35,6 +36,11 @@ LIVE_CHANGES: Final[Mapping[str, set[str]]] = {
     "monitoring.keySecretRef.key": {"PodMonitor/everything"},
     "suspend": {"StatefulSet/everything-gpu", "StatefulSet/everything-cpu", "Deployment/everything-gateway"},
     "replicas": {"StatefulSet/everything-gpu", "StatefulSet/everything-cpu", "Deployment/everything-gateway"},
+    "rollout.strategy": set(),
+    "rollout.maxUnavailable": set(),
+    "rollout.maxSurge": set(),
+    "idle.responder.enabled": set(),
+    "idle.responder.retryAfterSeconds": set(),
 }
 """Objects that are written or deleted by a change that restarts nothing."""
 

@@ -71,7 +71,9 @@ def specs(draw: st.DrawFn, names: list[tuple[str, str]]) -> dict[str, Any]:
         ),
         images=optional(pullPolicy=st.sampled_from(["Always", "Never"]), pullSecrets=st.just(["mirror"])),
         podMetadata=optional(labels=LABELS, annotations=LABELS),
-        networkPolicy=optional(enabled=st.booleans(), allowModelEgress=st.booleans()),
+        networkPolicy=optional(
+            enabled=st.booleans(), allowModelEgress=st.booleans(), metricsFrom=st.just(["monitoring"])
+        ),
         disruptionBudget=optional(enabled=st.booleans()),
         monitoring=optional(podMonitor=st.booleans(), intervalSeconds=st.integers(1, 60)),
         suspend=st.booleans(),

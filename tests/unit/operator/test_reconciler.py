@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import base64
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from hetero_api.contract import LABEL_NAME, LABEL_REVISION, LABEL_ROLE
+from hetero_operator.authority import inside_certificates
 from hetero_operator.cluster.cache import ClusterCache
 from hetero_operator.cluster.executor import PlanExecution
 from hetero_operator.cluster.inquiries import NodeBook, SecretBook, WarningBook
@@ -27,6 +29,7 @@ from hetero_operator.reconcile.model import (
     Observed,
     Outcome,
     Plan,
+    Policy,
     RenderOptions,
     Report,
     Transition,
@@ -76,13 +79,16 @@ class Bench:
             self.seen.append(observed)
             return plan(observed)
 
-        return Reconciler(self.parts, OPTIONS, plan=noted, report=tells_how_many, clock=lambda: NOW)
+        return Reconciler(self.parts, OPTIONS, Policy(), plan=noted, report=tells_how_many, clock=lambda: NOW)
 
     async def put_resource(self) -> None:
         self.parts.resources.hear("ADDED", await self.server.put(PATH, {"spec": {}}))
 
-    async def put_pod(self, name: str, *, labels: dict[str, str] | None = None, **fields: Any) -> None:
-        item = {"metadata": {"labels": {LABEL_NAME: "x", **(labels or {})}}, **fields}
+    async def put_pod(
+        self, name: str, *, labels: dict[str, str] | None = None, owners: Sequence[Object] = (), **fields: Any
+    ) -> None:
+        metadata = {"labels": {LABEL_NAME: "x", **(labels or {})}, "ownerReferences": list(owners)}
+        item = {"metadata": metadata, **fields}
         stored = await self.server.put(f"/api/v1/namespaces/ns/pods/{name}", item)
         self.parts.cache._stores[ALWAYS_WATCHED[0]].put(stored)
 
@@ -240,15 +246,82 @@ async def test_nodes_are_asked_for_only_where_a_pod_is_in_trouble(bench: Bench) 
     assert bench.seen[-1].nodes == {}, "what may not be asked is not known"
 
 
+GATEWAY_LABELS = {LABEL_ROLE: "gateway", LABEL_REVISION: "1"}
+RUNS = {"phase": "Running", "podIP": "127.0.0.1"}
+
+
+def made_by(name: str, kind: str = "ReplicaSet") -> list[Object]:
+    return [{"kind": kind, "name": name, "uid": "r", "controller": True}]
+
+
+async def put_gateway(bench: Bench, name: str, owners: list[Object], status: Object, **labels: str) -> None:
+    await bench.put_pod(name, labels={**GATEWAY_LABELS, **labels}, owners=owners, status=status)
+
+
+async def put_deployment(bench: Bench, **pod: Any) -> None:
+    """The gateway's Deployment, as the resource's own."""
+    uid = bench.server.objects[PATH]["metadata"]["uid"]
+    owners = [{"kind": "HeteroInference", "name": "x", "uid": uid, "controller": True}]
+    metadata = {"labels": {LABEL_NAME: "x"}, "ownerReferences": owners}
+    path = "/apis/apps/v1/namespaces/ns/deployments/x-gateway"
+    stored = await bench.server.put(path, {"metadata": metadata, "spec": {"template": {"spec": pod}}})
+    kind = next(kind for kind in bench.parts.cache._stores if kind.kind == "Deployment")
+    bench.parts.cache._stores[kind].put(stored)
+
+
 async def test_a_gateway_is_asked_once_it_runs_and_has_an_address(bench: Bench) -> None:
     await bench.put_resource()
-    labels = {LABEL_ROLE: "gateway", LABEL_REVISION: "1"}
-    await bench.put_pod("g", labels=labels, status={"phase": "Pending"})
+    await put_deployment(bench)
+    await put_gateway(bench, "g", made_by("x-gateway-abc"), {"phase": "Pending"})
     await bench.reconciler().reconcile(KEY)
     assert bench.seen[-1].gateway is None
-    await bench.put_pod("g", labels=labels, status={"phase": "Running", "podIP": "127.0.0.1"})
+    await put_gateway(bench, "g", made_by("x-gateway-abc"), RUNS)
     await bench.reconciler().reconcile(KEY)
     assert bench.seen[-1].gateway is not None
+    assert bench.seen[-1].gateway.error.startswith("UNAVAILABLE")
+
+
+@pytest.mark.parametrize(
+    "owners",
+    [
+        [],
+        made_by("x-gateway-abc", "StatefulSet"),
+        made_by("y-gateway-abc"),
+        made_by("x-gateway-b-abc"),
+        [{**made_by("x-gateway-abc")[0], "controller": False}],
+    ],
+    ids=["nobody", "another kind", "another Deployment", "one with a longer name", "without control"],
+)
+async def test_a_pod_that_only_calls_itself_a_gateway_is_told_no_token(bench: Bench, owners: list[Object]) -> None:
+    await bench.put_resource()
+    await put_deployment(bench)
+    await put_gateway(bench, "stranger", owners, RUNS)
+    await bench.reconciler().reconcile(KEY)
+    assert bench.seen[-1].gateway is None
+    await put_gateway(bench, "g", made_by("x-gateway-abc"), RUNS)
+    await bench.reconciler().reconcile(KEY)
+    assert bench.seen[-1].gateway is not None
+    assert bench.seen[-1].gateway.pod == "g"
+
+
+async def test_a_gateway_without_a_deployment_of_ours_is_not_asked(bench: Bench) -> None:
+    await bench.put_resource()
+    await put_gateway(bench, "g", made_by("x-gateway-abc"), RUNS)
+    await bench.reconciler().reconcile(KEY)
+    assert bench.seen[-1].gateway is None
+
+
+async def test_a_gateway_that_knows_certificates_is_asked_with_one_or_not_at_all(bench: Bench) -> None:
+    await bench.put_resource()
+    await put_deployment(bench, volumes=[{"name": "inside-tls"}])
+    await put_gateway(bench, "g", made_by("x-gateway-abc"), RUNS)
+    await bench.reconciler().reconcile(KEY)
+    assert bench.seen[-1].gateway is not None
+    assert bench.seen[-1].gateway.error == "Secret x-inside-1 is not there yet"
+    made = inside_certificates(("x-gateway.ns.svc",), NOW)
+    data = {key: base64.b64encode(value).decode() for key, value in made.items()}
+    await bench.server.put("/api/v1/namespaces/ns/secrets/x-inside-1", {"metadata": {}, "data": data})
+    await bench.reconciler().reconcile(KEY)
     assert bench.seen[-1].gateway.error.startswith("UNAVAILABLE")
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hetero_api.contract import ADMIN_PORT, INFERENCE_PORT, METRICS_PORT, RANKS_PORT
+from hetero_api.contract import ADMIN_PORT, INFERENCE_PORT, METRICS_PORT, POD_INSIDE_TLS_DIR, RANKS_PORT
 from hetero_gateway.server.config import GatewayConfig
 from hetero_worker.pod.config import PodConfig
 from tests.support.operator_world import OperatorWorld
-from tests.support.render_cases import render_cases
+from tests.support.render_cases import OPTIONS, render_cases
 
 CASES = render_cases()
 
@@ -36,6 +37,18 @@ def test_the_gateway_understands_its_command_line(name: str, tmp_path: Path) -> 
     ports = (config.inference_port, config.admin_port, config.ranks_port, config.metrics_port)
     assert ports == (INFERENCE_PORT, ADMIN_PORT, RANKS_PORT, METRICS_PORT)
     assert config.admin_token == "t" * 32
+
+
+def test_both_understand_where_their_certificates_are(tmp_path: Path) -> None:
+    world = OperatorWorld(dict(CASES["burstable"].resource), options=replace(OPTIONS, inside_tls=True))
+    applied = [item for item in world.plan().apply if item["kind"] in ("StatefulSet", "Deployment")]
+    workloads = {item["kind"]: item["spec"]["template"]["spec"]["containers"][0] for item in applied}
+    token = tmp_path / "token"
+    token.write_text("t" * 32, encoding="utf-8")
+    environment = {item["name"]: str(token) for item in workloads["Deployment"]["env"]}
+    gateway = GatewayConfig.from_command_line(workloads["Deployment"]["args"], environment)
+    pod = PodConfig.from_command_line(workloads["StatefulSet"]["args"], {"POD_NAME": "x-cpu-0"})
+    assert str(gateway.inside_tls_dir) == str(pod.inside_tls_dir) == POD_INSIDE_TLS_DIR
 
 
 @pytest.mark.parametrize("name", CASES)

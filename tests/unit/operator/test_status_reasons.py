@@ -12,6 +12,7 @@ import pytest
 from hetero_api.crd import crd
 from hetero_api.group_state import GroupState
 from hetero_api.status import ConditionType, HeteroInferenceStatus
+from hetero_api.v1.admin_pb2 import IdleStatus
 from hetero_operator.reconcile.model import FailureKind, ObjectRef, Outcome, WriteFailure
 from hetero_operator.reconcile.status.reasons import Reason
 from tests.support import pod_statuses as pods
@@ -353,6 +354,15 @@ CASES = {
         group(), "GatewayNotReady", r"^gateway \(pod x-gateway-\w+, node n1\): is not ready", degraded="False"
     ),
 }  # fmt: skip
+
+
+def test_a_group_that_rests_until_the_next_request_is_ready() -> None:
+    scene = StatusScene.serving()
+    scene.answer(state=GroupState.ASLEEP, idle=IdleStatus(rests=True), ranks=scene.ranks(weight_bytes=0))
+    found = conditions(scene.tell())
+    assert {name: found[name][0] for name in ("Ready", "GroupFormed", "Degraded", "Progressing")} == {
+        "Ready": "True", "GroupFormed": "True", "Degraded": "False", "Progressing": "False",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)

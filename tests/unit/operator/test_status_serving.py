@@ -49,6 +49,17 @@ def test_a_group_that_serves_is_told_in_full() -> None:
     assert told.look_again_s is None
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 1e300])
+def test_what_a_gateway_cannot_mean_is_left_out(number: float) -> None:
+    scene = StatusScene.serving()
+    report = PlacementReport(predicted_tokens_per_second=number, measured_tokens_per_second=number, step_time_ratio=1)
+    for odd in ({"stalled_s": number}, {"placement": report}):
+        scene.answer(**odd)
+        told = scene.tell()
+        assert told.status["worldSize"] == 4
+        assert conditions(told)["Accepted"][0] == "True"
+
+
 def not_serving(scene: StatusScene) -> None:
     scene.answer(serving=False)
 

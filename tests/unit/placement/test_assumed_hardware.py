@@ -69,7 +69,7 @@ def test_pools_become_ranks_of_their_kind_gpu_ranks_first(tmp_path: Path) -> Non
 
 def test_ranks_keep_weights_as_narrow_as_is_assumed(tmp_path: Path) -> None:
     gpu, cpu, _ = assumed(tmp_path, FILE, spec_of(CPU_POOL, GPU_POOL)).ranks
-    assert (gpu.weight_bits, cpu.weight_bits) == (frozenset(), frozenset({8, 4}))
+    assert (gpu.weight_bits, cpu.weight_bits) == (frozenset({8, 4}), frozenset({8, 4}))
     content = FILE | {"pools": {"cpu": {"memoryBandwidth": 1e9, "memory": "64Gi", "weightBits": [16]}}}
     assert assumed(tmp_path, content, spec_of(CPU_POOL)).ranks[0].weight_bits == {16}
 

@@ -37,6 +37,19 @@ def test_every_weight_is_read_once_a_decoded_token_on_one_rank() -> None:
     assert seconds == pytest.approx(4 * read / 1e9)
 
 
+def test_a_decode_step_reads_the_matrices_of_a_rank_and_of_experts_those_that_rows_choose() -> None:
+    model, plan = model_of(CONFIG, cpu(1e9), cpu(1e9)), split([3, 1], [1, 3], [2, 2])
+    read = CONFIG.num_parameters - CONFIG.vocab_size * CONFIG.hidden_size - 5 * CONFIG.hidden_size
+    assert sum(model.read_bytes(plan, rank, rows=2) for rank in (0, 1)) == pytest.approx(4 * read)
+    mixtral = config_of(**MIXTRAL, num_hidden_layers=2, vocab_size=256, intermediate_size=256)
+    experts = model_of(mixtral, cpu(1e9))
+    whole = plan_within_layers(mixtral, heads=[4], columns=[0], experts=[8], rows=[256])
+    reads = [experts.read_bytes(whole, 0, rows=rows) for rows in (0, 1, 1e6)]
+    # Two of eight.
+    assert reads[1] - reads[0] == pytest.approx((reads[2] - reads[0]) / 4)
+    assert reads[2] < experts.weight_bytes(whole)[0]
+
+
 def test_keys_and_values_are_read_for_every_row_that_decodes() -> None:
     model, plan = model_of(CONFIG, cpu(1e9)), split([4], [4], [4])
     more = model.decode_step_s(plan, batch=3, context=100) - model.decode_step_s(plan, batch=3, context=0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
 from hetero_api.spec import ExpertDeal, PlacementMode, PlacementShares, PlacementSpec, WorkloadSpec
@@ -173,6 +174,28 @@ def test_experts_that_are_one_unit_stay_whole_and_the_reason_says_so() -> None:
     assert "experts stay whole" not in solved(nodes(2), config=narrow).reason
 
 
+@pytest.mark.parametrize(
+    ("hardware", "lacking"),
+    [(nodes(8), "3 units of an expert's columns (192 in units of 64) for 4 of the 8 ranks"),
+     (with_gpu(gpu(3e12), *nodes(4).ranks), "for 4 of the 5 ranks")],
+    ids=["CPU ranks", "helpers"],
+)  # fmt: skip
+def test_more_ranks_than_slices_are_refused_by_the_field_the_ranks_and_the_units(
+    hardware: Hardware, lacking: str
+) -> None:
+    """There is plenty of memory: the reason must not be that."""
+    narrow = config_of(**{**QWEN3_30B, "moe_intermediate_size": 192})
+    try:
+        reason = "; ".join(
+            option.why_not for option in solved(hardware, config=narrow, experts=ExpertDeal.SLICES).options
+        )
+    except PlanError as error:
+        reason = str(error)
+    assert "spec.placement.experts: Slices has" in reason
+    assert lacking in reason
+    assert "weights and KV cache" not in reason
+
+
 def test_cpu_ranks_with_more_experts_than_memory_get_narrower_slices() -> None:
     """And no rank gets more than it has room for."""
     plenty = nodes(2).ranks[0]
@@ -224,3 +247,24 @@ def test_slices_have_nothing_to_move() -> None:
     model = CostModel(CONFIG, nodes(2), dtype="bfloat16")
     costs = ExpertCosts.of(model, plan, rows=1, context=64)
     assert place_experts(plan, {0: [0] * 120 + [10] * 8}, costs).num_moved == 0
+
+
+def test_experts_that_come_late_are_computed_beside_the_next_layers_attention() -> None:
+    """As long as attention takes at most; a step of many rows, and a group without helpers, gain nothing."""
+    hardware = with_gpu(gpu(2e10), cpu(2e11, flops=4e12))
+    plan = solved(hardware, shares=PlacementShares(attention=[1, 0], mlp=[0, 1], vocabulary=[1, 0])).plan
+    models = [CostModel(CONFIG, hardware.levelled(), dtype="bfloat16", expert_deferral=n) for n in (0, 2, 4)]
+    plain, some, more = (model.decode_step_s(plan, batch=1, context=64) for model in models)
+    layer_s = models[0].ranks[1].experts(1).unit_s * 128
+    assert plain - some == pytest.approx(CONFIG.num_layers * layer_s * 2 / 8, rel=1e-3)
+    assert plain - more == pytest.approx(CONFIG.num_layers * layer_s * 4 / 8, rel=1e-3)
+    fast = with_gpu(gpu(3e12), cpu(2e10, flops=4e12))
+    bound = [CostModel(CONFIG, fast.levelled(), dtype="bfloat16", expert_deferral=n) for n in (0, 7)]
+    attention_s = bound[0].attention_half_s([4, 0], decode_step(1, 64), None)
+    slow, late = (model.decode_step_s(plan, batch=1, context=64) for model in bound)
+    assert slow - late == pytest.approx(CONFIG.num_layers * attention_s, rel=1e-3)
+    many = [model.decode_step_s(plan, batch=17, context=64) for model in models]
+    assert many[0] == many[1] == many[2]
+    alone = solved(nodes(2)).plan
+    steps = [CostModel(CONFIG, nodes(2), dtype="bfloat16", expert_deferral=n) for n in (0, 4)]
+    assert len({model.decode_step_s(alone, batch=1, context=64) for model in steps}) == 1

@@ -70,6 +70,15 @@ def test_equal_ranks_get_equal_work_by_few_exchanges() -> None:
     assert moves.step_s_after == pytest.approx(moves.step_s_before / 2)
 
 
+def test_the_best_pair_comes_first_if_only_one_may_change_places() -> None:
+    counts = {0: [10, 10, 900, 10, 800, 10, 10, 250]}
+    plan = shard_plan((3, 5))
+    moves = place_experts(plan, counts, costs((FAST, SLOW)), most_pairs=1)
+    assert {2, 4} <= held(applied(plan, moves))[0]
+    assert moves.num_moved == 2
+    assert moves.step_s_before > moves.step_s_after > place_experts(plan, counts, costs((FAST, SLOW))).step_s_after
+
+
 def test_the_pair_that_levels_two_ranks_best_is_exchanged() -> None:
     plan = shard_plan((3, 3))
     moves = place_experts(plan, {0: [300, 500, 400, 290, 100, 0]}, costs((FAST, FAST)))

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import grpc
 import yaml
+from opentelemetry.trace import Tracer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from hetero_api.contract import AUTHORIZATION_KEY
@@ -79,6 +80,11 @@ class GrpcRank:
         """Have every sequence generate these tokens, and then the end."""
         assert self._ranks is not None
         self._ranks.script = [*token_ids, 256]
+
+    def forget_script(self) -> None:
+        """Have sequences generate what they would without `say`."""
+        assert self._ranks is not None
+        self._ranks.script = ()
 
     async def live(self, **changes: Any) -> None:
         """From Hello to the stream's end; raises what the stream ends with."""
@@ -156,9 +162,16 @@ class GrpcRank:
 class GatewayBench:
     """A gateway that listens. `join` makes it ready."""
 
-    def __init__(self, model: ServedModel, *, admin_token: str | None = None, files: AccessFiles | None = None) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        *,
+        admin_token: str | None = None,
+        files: AccessFiles | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
         self.model = model
-        self.gateway = Gateway(model, token=TOKEN, admin_token=admin_token, files=files)
+        self.gateway = Gateway(model, token=TOKEN, admin_token=admin_token, files=files, tracer=tracer)
         self._channels: list[grpc.aio.Channel] = []
         self._tasks: list[asyncio.Task[Any]] = []
         self._addresses: Addresses | None = None

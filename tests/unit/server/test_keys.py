@@ -162,6 +162,8 @@ async def test_metrics_need_their_role_and_probes_nothing(keyed: KeyedBench) -> 
             assert answer.status_code == status, key
         for probe in ("/livez", "/readyz"):
             assert (await http.get(probe)).status_code == 200
+    for key, status in (("", 401), ("another", 401), ("a-key", 403), ("m-key", 200)):
+        assert (await ask(keyed, "GET", "/metrics", key)).status_code == status, key
 
 
 async def test_keys_change_while_a_stream_runs(keyed: KeyedBench) -> None:

@@ -48,7 +48,7 @@ def call_of(
     feed.close()
     feed.end(pb.Finished(index=0, reason=pb.FINISH_REASON_STOP))
     part = Part(asked, stream, first_choice=0, eos_token_ids=frozenset(), new_parser=new_parser)
-    return Call([part], formatter=formatter("id", "m", TOKENIZER.token_bytes, False), on_end=lambda _: None)
+    return Call([part], formatter=formatter("id", "m", TOKENIZER.token_bytes, False))
 
 
 async def test_a_whole_chat_has_its_reasoning_apart() -> None:

@@ -106,6 +106,30 @@ async def test_a_forced_call_is_made(tmp_path: Path, family: str) -> None:
         assert (name, list(json.loads(arguments))) == ("look", ["ok"])
 
 
+def allowing(mode: str, *names: str) -> Any:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+async def test_only_allowed_tools_are_shown_and_called(tmp_path: Path) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+    tools: Any = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("look", "go")]
+    template = "{# " + "".join(FORMATS["Hermes"].signs) + " #}{{ messages[0].content }}{{ tools | length }}"
+    async with serving(tmp_path, template) as (client, rank, bench):
+        fields: Any = {"messages": CHAT, "tools": tools, "max_tokens": 300, "seed": 1, "parallel_tool_calls": False}
+        must = await whole(client, **fields, tool_choice=allowing("required", "go"))
+        assert [name for name, _ in must["tool_calls"]] == ["go"]
+        rank.say(bench.model.tokenizer.encode("No."))
+        answer = await client.chat.completions.create(
+            model=NAME, **fields, tool_choice=allowing("auto", "go"), logprobs=False
+        )
+        assert answer.choices[0].message.content == "No."
+        assert answer.usage.prompt_tokens == len(CHAT[0]["content"] + "1")
+        for mode in ("auto", "required"):
+            with pytest.raises(openai.BadRequestError, match="'fly', which is not among tools"):
+                await whole(client, **fields, tool_choice=allowing(mode, "go", "fly"))
+
+
 async def test_without_a_known_format_no_call_can_be_forced(tmp_path: Path) -> None:
     async with serving(tmp_path, "{{ messages }}") as (client, _, _):
         with pytest.raises(openai.BadRequestError, match="the format of this model's calls is not known"):

@@ -56,7 +56,7 @@ def test_seeds_that_are_drawn_differ() -> None:
 
 def test_every_field_that_ranks_know_is_filled_by_a_parameter_or_by_the_engine() -> None:
     """A parameter that is added to one message only does not go unnoticed."""
-    from_engine = {"end_token_ids"}
+    from_engine = {"end_token_ids", "pooling"}
     filled = {
         field.name
         for field, _ in resolved_sampling(pb.SamplingParams(**GIVEN, logprobs=1, prompt_logprobs=1)).ListFields()

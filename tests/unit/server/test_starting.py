@@ -71,6 +71,16 @@ def test_a_wrong_command_line_is_one_line_and_exit_usage(
     assert told.startswith("hetero_gateway: ")
 
 
+def test_a_router_needs_the_package_of_its_messages(
+    environment: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert GatewayConfig.from_command_line([*MINIMAL, "--router-port", "0"], environment).router_port == 0
+    monkeypatch.setattr("hetero_gateway.server.config.ROUTER_PACKAGE", "no_such_package")
+    with pytest.raises(SystemExit):
+        main([*MINIMAL, "--router-port", "0"], environment)
+    assert "--router-port needs the package no_such_package: install heteroinference[router]" in capsys.readouterr().err
+
+
 def nothing(_: Path) -> None:
     """The files are as they should be."""
 
@@ -100,7 +110,7 @@ TWO_RANKS = {"pools": [POOL | {"ranks": 2}], "placement": {"shares": NOTHING_FOR
         (nothing, {"pools": [POOL | {"ranks": 0}]}, EXIT_USAGE, "spec.pools[0].ranks: must be at least 1, not 0"),
         (nothing, {"pools": [POOL | {"rnaks": 1}]}, EXIT_USAGE, "did you mean ranks?"),
         (nothing, TWO_RANKS, EXIT_USAGE, "spec.placement.shares.attention, "),
-        (nothing, {"model": MODEL | {"dtype": "float16"}}, EXIT_USAGE, "spec.model.dtype: float16: this version"),
+        (nothing, {"model": MODEL | {"dtype": "float16"}}, EXIT_USAGE, "float16: CPU ranks do not compute in float16"),
         (remove("config.json"), {}, EXIT_PERMANENT, "config.json: no such file"),
         (replace("config.json", "{"), {}, EXIT_PERMANENT, "config.json: cannot be read as JSON"),
         (remove("tokenizer.json"), {}, EXIT_PERMANENT, "tokenizer.json: no such file"),

@@ -69,6 +69,18 @@ def test_a_type_that_a_rank_cannot_read_is_refused_by_name(tmp_path: Path) -> No
     directory = save_tiny("llama-biased", tmp_path).directory
     with pytest.raises(
         ModelError,
-        match=r"spec\.engine\.kvCacheDtype: float16 is not supported on pseudo GPU 0, which computes in float32",
+        match=r"spec\.engine\.kvCacheDtype: float8 is not supported on pseudo GPU 0, which computes in float32",
     ):
-        RankGroup(directory, ONE, num_gpu_ranks=1, kv_cache_dtype="float16")
+        RankGroup(directory, ONE, num_gpu_ranks=1, kv_cache_dtype="float8")
+
+
+def test_gpu_ranks_cache_and_compute_in_float16(checkpoint: TinyCheckpoint) -> None:
+    def logits(**changes: Any) -> torch.Tensor:
+        return logits_of(RankGroup(checkpoint.directory, ONE, num_gpu_ranks=1, **changes))
+
+    whole = logits()
+    scale = float(whole.abs().max())
+    host = logits_of(RankGroup(checkpoint.directory, ONE, kv_cache_dtype="float16"))
+    torch.testing.assert_close(logits(kv_cache_dtype="float16"), host, rtol=1e-3, atol=1e-3 * scale)
+    found = logits(dtype="float16")
+    assert 0 < float((found - whole).abs().max()) < 0.02 * scale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from hetero_api.v1 import logprobs_pb2, ranks_pb2
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares, StepOutcome
@@ -290,6 +291,43 @@ def test_log_probabilities_of_a_prompt_are_the_references(
         assert list(logprobs.top_token_ids) == row.topk(2).indices.tolist()
     (drawn,) = outcome.outputs[0].logprobs
     assert drawn.token_id == dict(outcome.sampled)[3]
+
+
+def _hidden(checkpoint: TinyCheckpoint, tokens: list[int]) -> torch.Tensor:
+    """Hidden states behind the last norm, [tokens, hidden], as transformers computes them."""
+    with torch.inference_mode():
+        states: torch.Tensor = checkpoint.reference.model(torch.tensor([tokens])).last_hidden_state[0]
+    return states.float()
+
+
+HEAD_ELSEWHERE = Shares(kv_heads=((8, 0),), mlp_columns=((25, 25),), vocab_rows=(0, 200), embedding_rows=(200, 0))
+
+
+@pytest.mark.parametrize("shares", [ONE_RANK, THREE_RANKS, HEAD_ELSEWHERE], ids=["one", "three", "head elsewhere"])
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_pooled_hidden_states_are_the_references(checkpoint: TinyCheckpoint, shares: Shares, chunk: int | None) -> None:
+    builder = PlanBuilder(RankGroup(checkpoint.directory, shares, block_size=BLOCK_SIZE))
+    prompts = {0: _prompt(10), 1: _prompt(10, seed=3)}
+    pooling = {0: ranks_pb2.POOLING_MEAN, 1: ranks_pb2.POOLING_LAST}
+    for slot, prompt in prompts.items():
+        builder.start(slot, prompt, sampling=ranks_pb2.Sampling(pooling=pooling[slot]))
+    builder.start(2, _prompt(3))
+    builder.schedule(2)
+    told: dict[int, list[ranks_pb2.PooledSpan]] = {0: [], 1: []}
+    sampled: set[int] = set()
+    while not sampled >= {0, 1}:
+        for slot in prompts:
+            builder.schedule(slot, chunk)
+        outcome = builder.run()
+        sampled.update(slot for slot, _ in outcome.sampled)
+        for span in outcome.outputs[0].pooled:
+            told[span.slot].append(span)
+    expected = {0: _hidden(checkpoint, prompts[0]).sum(0), 1: _hidden(checkpoint, prompts[1])[-1]}
+    for slot, spans in told.items():
+        sums = torch.tensor([list(span.sums) for span in spans]).sum(0)
+        assert (sums - expected[slot]).abs().max() <= 10 * TOLERANCE
+    assert sum(span.num_tokens for span in told[0]) == 10
+    assert [span.num_tokens for span in told[1]] == [1]
 
 
 def test_a_masked_draw_keeps_to_its_mask_and_leaves_others_alone(builder: PlanBuilder) -> None:

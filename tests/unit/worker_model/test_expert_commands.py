@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_api.errors import ModelError
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.checkpoints.checkpoint import Checkpoint
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares
 from tests.support.tiny_checkpoints import NUM_EXPERTS, TinyCheckpoint, save_tiny
 
@@ -64,8 +69,8 @@ def load(group: RankGroup, plan: ShardPlan) -> None:
     group.start()
 
 
-def place(plan: ShardPlan) -> Command:
-    return Command(place_experts=ranks_pb2.PlaceExperts(shard_plan=plan.to_proto()))
+def place(plan: ShardPlan, *, ahead: bool = False) -> Command:
+    return Command(place_experts=ranks_pb2.PlaceExperts(shard_plan=plan.to_proto(), ahead=ahead))
 
 
 def order(builder: PlanBuilder, command: Command) -> list[ranks_pb2.CommandReport]:
@@ -337,3 +342,131 @@ def test_asleep_experts_do_not_move(checkpoint: TinyCheckpoint, level: int) -> N
     for report in order(builder, place(another(group))):
         assert not report.done
         assert "asleep (weights, KV cache)" in report.problem
+
+
+# --- while requests run -------------------------------------------------------------------------------------
+
+MIXED = Shares(kv_heads=((8, 0),), mlp_columns=((50, 0),), vocab_rows=(200, 0), experts=((2, 4),))
+
+
+class GatedFiles:
+    """Opens a model's files once `may_read` is set."""
+
+    def __init__(self) -> None:
+        self.may_read = threading.Event()
+        self.may_read.set()
+
+    def open(self, directory: Path) -> Checkpoint:
+        assert self.may_read.wait(timeout=60)
+        return Checkpoint(directory)
+
+
+def gated(checkpoint: TinyCheckpoint, shares: Shares, *, num_gpu_ranks: int) -> tuple[RankGroup, GatedFiles]:
+    group, files = RankGroup(checkpoint.directory, shares, num_gpu_ranks=num_gpu_ranks), GatedFiles()
+    group.requests = [replace(request, open_weights=files.open) for request in group.requests]
+    group.start()
+    return group, files
+
+
+def with_a_pair_swapped(plan: ShardPlan, layer: int, first: int, second: int) -> ShardPlan:
+    """The plan with the experts at two places of a layer's order in each other's."""
+    order = list(plan.expert_orders[layer] if plan.expert_orders else ()) or list(range(NUM_EXPERTS))
+    order[first], order[second] = order[second], order[first]
+    orders = list(plan.expert_orders or ((),) * plan.num_layers)
+    orders[layer] = tuple(order)
+    return replace(plan, expert_orders=tuple(orders))
+
+
+def until_read(builder: PlanBuilder, plan: ShardPlan) -> int:
+    """Ask until all ranks have read; how often they were asked."""
+    deadline_s = time.monotonic() + 60
+    for asked in itertools.count(1):
+        if not any(report.is_reading for report in order(builder, place(plan, ahead=True))):
+            return asked
+        assert time.monotonic() < deadline_s
+    raise AssertionError
+
+
+@pytest.mark.parametrize("num_gpu_ranks", [0, 1])
+def test_steps_go_on_while_experts_are_read(checkpoint: TinyCheckpoint, num_gpu_ranks: int) -> None:
+    group, files = gated(checkpoint, MIXED, num_gpu_ranks=num_gpu_ranks)
+    builder = PlanBuilder(group)
+    layer = group.requests[0].config.expert_layers[0]
+    plan = with_a_pair_swapped(group.plan, layer, 0, 4)
+    complete(builder)
+    files.may_read.clear()
+    reports = order(builder, place(plan, ahead=True))
+    assert [(report.done, report.is_reading, report.problem) for report in reports] == [(True, True, "")] * 2
+    assert all(report.is_reading for report in order(builder, place(plan, ahead=True)))
+    complete(builder)
+    reports = order(builder, place(plan))
+    assert {report.problem for report in reports} == {"experts are still being read"}
+    assert held(group) == planned(group.plan)
+    files.may_read.set()
+    until_read(builder, plan)
+    files.may_read.clear()
+    assert [report.done for report in order(builder, place(plan))] == [True, True], "nothing is read any more"
+    assert held(group) == planned(plan)
+    files.may_read.set()
+    moved, loaded = complete(builder), RankGroup(checkpoint.directory, MIXED, num_gpu_ranks=num_gpu_ranks)
+    load(loaded, plan)
+    assert all(map(torch.equal, moved, complete(PlanBuilder(loaded))))
+
+
+def test_one_expert_of_a_layer_at_a_time_is_read_beside_steps(checkpoint: TinyCheckpoint) -> None:
+    """There is memory for one."""
+    group = RankGroup(checkpoint.directory, MIXED)
+    layer = group.requests[0].config.expert_layers[0]
+    plan = with_a_pair_swapped(with_a_pair_swapped(group.plan, layer, 0, 4), layer, 1, 5)
+    reports = order(PlanBuilder(group), place(plan, ahead=True))
+    assert [report.done for report in reports] == [False, False]
+    assert "2 experts cannot be read beside steps, for which one has room" in reports[0].problem
+
+
+def test_experts_that_cannot_be_read_stay_where_they_are(checkpoint: TinyCheckpoint) -> None:
+    group = RankGroup(checkpoint.directory, MIXED)
+
+    def fail(directory: Path) -> Checkpoint:
+        raise ModelError(f"{directory} is gone")
+
+    group.requests = [replace(request, open_weights=fail) for request in group.requests]
+    group.start()  # with the weights that are there
+    builder = PlanBuilder(group)
+    plan = with_a_pair_swapped(group.plan, group.requests[0].config.expert_layers[0], 0, 4)
+    reports = order(builder, place(plan, ahead=True))
+    deadline_s = time.monotonic() + 60
+    while all(report.done for report in reports) and time.monotonic() < deadline_s:
+        reports = order(builder, place(plan, ahead=True))
+    assert all("is gone" in report.problem or not report.problem for report in reports)
+    assert not any(report.done for report in reports)
+    assert held(group) == planned(group.plan)
+    complete(builder)
+
+
+def test_eight_streams_go_on_through_swaps(checkpoint: TinyCheckpoint) -> None:
+    """GPU rank and CPU rank exchange experts back and forth; tokens differ only where two are as good."""
+    swapping, still = (RankGroup(checkpoint.directory, MIXED, num_gpu_ranks=1, num_blocks=100) for _ in range(2))
+    builders = [PlanBuilder(swapping), PlanBuilder(still)]
+    for slot, builder in itertools.product(range(8), builders):
+        builder.start(slot, [(slot * 37 + i * 11 + 5) % 200 for i in range(5)])
+    plan, pauses_s, parted = swapping.plan, list[float](), set[int]()
+    layers = swapping.requests[0].config.expert_layers
+    for step in range(24):
+        for slot, builder in itertools.product(range(8), builders):
+            builder.schedule(slot)
+        mine, theirs = (builder.run() for builder in builders)
+        for slot in set(range(8)) - parted:
+            assert (mine.logits[slot] - theirs.logits[slot]).abs().max() <= TOLERANCE
+            if mine.sampled[slot] != theirs.sampled[slot]:
+                parted.add(slot)
+                best = theirs.logits[slot].topk(2).values
+                assert best[0] - best[1] <= TOLERANCE
+        if step % 4 == 3:
+            plan = with_a_pair_swapped(plan, layers[step // 4 % len(layers)], step // 4 % 2, 2 + step // 8)
+            until_read(builders[0], plan)
+            began_s = time.perf_counter()
+            assert all(report.done for report in order(builders[0], place(plan)))
+            pauses_s.append(time.perf_counter() - began_s)
+    assert held(swapping) == planned(plan) != planned(still.plan)
+    assert len(parted) <= 1
+    assert min(pauses_s) <= 0.005

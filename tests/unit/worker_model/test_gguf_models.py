@@ -56,6 +56,8 @@ MODELS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     "gemma4": ("gemma4", "gemma4", {}),
     "gemma4 with values": ("gemma4-values", "gemma4", {"attention_bias": False}),
     "gemma4 with experts": ("gemma4-moe", "gemma4", {}),
+    "gemma4 with inputs of each layer": ("gemma4-inputs", "gemma4", {}),
+    "gemma4 with readers": ("gemma4-readers", "gemma4", {}),
 }
 """Variants of tiny_checkpoints, their names in GGUF, and what llama.cpp has no field for."""
 

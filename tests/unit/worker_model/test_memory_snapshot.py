@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hetero_api.rank_memory import KvCost
+from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.backends.cpu import cpu_backend
 from hetero_worker.errors import MemoryBudgetError
 from hetero_worker.memory.budget import MemoryBudget
@@ -153,6 +155,21 @@ def test_scratch_caches_are_of_the_layers_that_are_measured(directory: Path) -> 
     caches = decoder_of(group).shallow().allocate_caches(num_blocks=2, block_size=1024)
     assert [cache is not None for cache in caches] == [True, False, False]
     assert all(cache is not None for cache in decoder_of(group).allocate_caches(num_blocks=2, block_size=4))
+
+
+def test_scratch_caches_have_blocks_of_the_usual_size(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device compiles its kernels for a size of blocks: for one as long as the longest sequence, for nothing."""
+    request, group = given(directory, WIDE, tokens=64)
+    allocated: list[tuple[int, int]] = []
+    allocate = Decoder.allocate_caches
+
+    def note(self: Decoder, *, num_blocks: int, block_size: int, **more: Any) -> list[LayerCache | None]:
+        allocated.append((num_blocks, block_size))
+        return allocate(self, num_blocks=num_blocks, block_size=block_size, **more)
+
+    monkeypatch.setattr(Decoder, "allocate_caches", note)
+    measure_workspace(decoder_of(group), dataclasses.replace(request, max_model_len=1000), HostMemoryPool())
+    assert allocated == [(1 + 63, 16)]
 
 
 def test_scratch_caches_that_have_no_room_are_told_as_the_step_is(

@@ -26,8 +26,8 @@ from hetero_gateway.engine.text.tokenizer import TextTokenizer
 from hetero_worker.checkpoints.gguf_store import open_gguf
 from hetero_worker.checkpoints.safetensors_store import SafetensorsStore
 from hetero_worker.checkpoints.store import TensorSlice
-from tests.support.gguf_models import write_gguf_model
-from tests.support.mutations import MOST_BYTES, memory_limit, mutated_bytes, mutated_json, survivors
+from tests.support.gguf_models import add_tokenizer, write_gguf_model
+from tests.support.mutations import MOST_BYTES, memory_limit, mutated_bytes, mutated_json, survivors, use_config
 from tests.support.tiny_checkpoints import save_tiny
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(280)]
@@ -55,16 +55,6 @@ QUANTIZATIONS: Final[tuple[dict[str, Any], ...]] = (
 )  # fmt: skip
 
 
-def _use(config: ModelConfig) -> None:
-    """What planning and building ask of a model's shape."""
-    assert config.num_parameters > 0
-    assert config.attention_scale > 0
-    for rope in {*config.ropes, config.rope}:
-        assert all(frequency >= 0 for frequency in rope.inverse_frequencies(max(config.rotary_widths)))
-    assert len(config.windows) == config.num_layers
-    assert config.weights.of_experts.within(64)
-
-
 @pytest.mark.parametrize("seeds", SEEDS.values(), ids=SEEDS)
 @pytest.mark.parametrize("quantized", [False, True], ids=["config.json", "quantization_config"])
 def test_damaged_configs(
@@ -82,7 +72,7 @@ def test_damaged_configs(
             path.write_bytes(mutated_json(config, random_))
         return "config.json"
 
-    loaded = survivors(lambda: _use(ModelConfig.from_directory(tmp_path)), mutate, seeds=seeds, count=COUNT)
+    loaded = survivors(lambda: use_config(ModelConfig.from_directory(tmp_path)), mutate, seeds=seeds, count=COUNT)
     assert 0.1 < loaded / COUNT / len(seeds) < 0.9
 
 
@@ -119,7 +109,7 @@ def test_damaged_gguf_files(tmp_path: Path, variant: str, architecture: str, see
         return "gguf"
 
     def read() -> None:
-        _use(ModelConfig.from_directory(path.parent))
+        use_config(ModelConfig.from_directory(path.parent))
         _read_all(path.parent, parts)
 
     assert survivors(read, mutate, seeds=seeds, count=COUNT // 3 + 1) > 10
@@ -146,18 +136,8 @@ def test_damaged_tokenizers_of_gguf_files(tmp_path: Path, model: str, seeds: ran
 
 def _write_tokenizer(path: Path, model: str) -> None:
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_model(model)
-    writer.add_tokenizer_pre("smollm")
-    space = "\N{LOWER ONE EIGHTH BLOCK}" if model == "llama" else "Ġ"
-    tokens = ["<unk>", "<s>", "a", "b", "c", space, f"{space}b", "bc", "<user>", *(f"<0x{i:02X}>" for i in range(4))]
-    writer.add_token_list(tokens)
-    writer.add_token_types([2, 3, 1, 1, 1, 1, 1, 1, 4, 6, 6, 6, 6])
-    writer.add_token_scores([float(-number) for number in range(len(tokens))])
-    writer.add_token_merges([f"{space} b", "b c"])
-    writer.add_bos_token_id(1)
-    writer.add_unk_token_id(0)
+    add_tokenizer(writer, model)
     writer.add_add_bos_token(True)
-    writer.add_chat_template("{{ messages[0].content }}")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()

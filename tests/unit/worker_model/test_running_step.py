@@ -248,6 +248,14 @@ FOLLOWERS: dict[str, tuple[ranks_pb2.StepPlan, tuple[ranks_pb2.Sampling, ...], b
         (GREEDY,),
         False,
     ),
+    "hidden states of a prompt": (
+        second(
+            new_sequences=[bound_to(3, sampling=ranks_pb2.Sampling(pooling=ranks_pb2.POOLING_LAST))],
+            spans=[SPAN(slot=3, num_tokens=2, sample=True)],
+        ),
+        (GREEDY,),
+        False,
+    ),
 }
 
 

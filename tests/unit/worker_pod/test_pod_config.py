@@ -84,6 +84,16 @@ def test_a_rank_is_given_its_place_cores_and_patience(tmp_path: Path) -> None:
     assert rank.reconnect_timeout_s == rank.connect_timeout_s == 24 * 3600
 
 
+def test_a_rank_is_given_the_certificates_of_its_pod(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("t")
+    for arguments, folder in (([], None), (["--inside-tls-dir", "/inside"], Path("/inside"))):
+        config = PodConfig.from_command_line([*RENDERED, *arguments], POD)
+        given = rank_arguments(config, 0, CoreGrant((), 4), memory_bytes=1, folder=tmp_path)
+        rank = RankConfig.from_command_line(given, {"HETERO_GROUP_TOKEN_FILE": str(token)})
+        assert rank.inside_tls_dir == folder
+
+
 @pytest.mark.parametrize(("devices", "given"), [(["--cuda-devices", "0,6"], (0, 6)), ([], (None, None))])
 def test_a_rank_is_given_the_device_of_its_local_rank(
     devices: list[str], given: tuple[int | None, int | None], tmp_path: Path

@@ -58,6 +58,7 @@ def test_command_line_and_environment_become_one_frozen_config(tmp_path: Path) -
         reconnect_timeout_s=0.0,
         measurements_file=None,
         packed_weights_dir=None,
+        inside_tls_dir=None,
         heartbeat_file=None,
         token="s3cret",
         log_level="DEBUG",
@@ -66,6 +67,10 @@ def test_command_line_and_environment_become_one_frozen_config(tmp_path: Path) -
 
 def test_packed_weights_are_kept_where_it_is_told(tmp_path: Path) -> None:
     assert read(tmp_path, {"--packed-weights-dir": "/kept"}).packed_weights_dir == Path("/kept")
+
+
+def test_certificates_are_read_where_it_is_told(tmp_path: Path) -> None:
+    assert read(tmp_path, {"--inside-tls-dir": "/inside"}).inside_tls_dir == Path("/inside")
 
 
 def test_empty_core_list_means_not_bound(tmp_path: Path) -> None:

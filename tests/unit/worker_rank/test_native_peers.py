@@ -118,6 +118,23 @@ def test_traffic_counts_what_a_rank_published(exchanges: MakeExchanges, tmp_path
     assert third == Traffic(4 * PAGE + 4, rounds=3)
 
 
+def test_the_time_of_calls_is_counted_with_their_waits(exchanges: MakeExchanges, tmp_path: Path) -> None:
+    late_s = 0.03
+
+    def run(exchange: HostExchange) -> Traffic:
+        exchange.all_reduce(torch.ones(1), (0, 1))
+        before = exchange.traffic
+        if exchange.rank == 1:
+            time.sleep(late_s)
+        exchange.all_reduce(torch.ones(4), (0, 1))
+        return exchange.traffic - before
+
+    with exchanges(tmp_path) as ranks:
+        waited, late = on_every_rank(ranks, run)
+    assert late_s / 2 < waited.seconds < 100 * late_s
+    assert 0 < late.seconds < waited.seconds
+
+
 def test_tensors_must_lie_in_one_piece(exchanges: MakeExchanges, tmp_path: Path) -> None:
     with exchanges(tmp_path) as ranks:
         with pytest.raises(ValueError, match="contiguous"):

@@ -296,13 +296,14 @@ def test_graphs_are_turned_off_by_the_gateway_and_told_to_it(tmp_path: Path) -> 
         form_epoch(gateway, 1)
         order = load_message(PLAN, "key")
         order.enforce_eager = True
+        order.expert_deferral = 2
         gateway.tell(1, load_model=order)
         loaded = gateway.expect("loaded").loaded
         shut_down(gateway, 1, rank)
 
     assert list(loaded.graph_sizes) == [1, 2]
     assert loaded.graph_reserve_bytes == GRAPH_RESERVE_BYTES
-    assert [request.enforce_eager for request in rank.runner.requests] == [True]
+    assert [(request.enforce_eager, request.expert_deferral) for request in rank.runner.requests] == [(True, 2)]
 
 
 @pytest.mark.parametrize("wanted", [False, True])

@@ -14,6 +14,7 @@ import pytest
 
 from hetero_api.host.heartbeat import Heartbeat, HeartbeatMemory
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.distributed.exchange import LocalExchange, Traffic
 from hetero_worker.errors import ProtocolError
 from hetero_worker.process.gateway_link import Arrival, Event, LeaveRequested, one_by_one
 from hetero_worker.process.step_loop import HOLD_S, StepLoop
@@ -170,6 +171,30 @@ def test_what_ends_the_epoch_is_no_step_to_wait_for(event: Event, tmp_path: Path
     it.link.coming.extend([arrival(step_plan=plan(1)), event])
     it.do()
     assert it.link.told == [[1]]
+
+
+class PlayedExchange(LocalExchange):
+    """Each look finds a tenth of a second more of exchange."""
+
+    seconds = 0.0
+
+    @property
+    def traffic(self) -> Traffic:  # type: ignore[override]
+        self.seconds += 0.1
+        return Traffic(seconds=self.seconds)
+
+
+def test_heartbeats_tell_the_epochs_steps_and_their_times_by_phase(tmp_path: Path) -> None:
+    it = scene(tmp_path, step_s=0.12, rank=1)
+    it.work.meet_over(PlayedExchange())
+    it.do(plan(1, slots=(0, 1)), plan(2, span=True), plan(3, slots=()))
+    decode, prefill = it.work.heartbeat().decode, it.work.heartbeat().prefill
+    assert (it.work.heartbeat().step_id, decode.steps, decode.rows, prefill.steps, prefill.rows) == (3, 1, 2, 1, 3)
+    for times in (decode, prefill):
+        assert times.seconds >= 0.12
+        assert times.exchange_s == pytest.approx(0.1)
+    it.work.begin_epoch(EPOCH + 1, rank=1)
+    assert it.work.heartbeat() == ranks_pb2.Heartbeat(decode=ranks_pb2.StepTimes(), prefill=ranks_pb2.StepTimes())
 
 
 def test_other_ranks_say_nothing(tmp_path: Path) -> None:

@@ -28,6 +28,16 @@ PortOption = Annotated[
         min=0, max=65535, help="Port to listen on; 0 lets the system choose. Default: spec.gateway.service.port."
     ),
 ]
+RouterPortOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=65535,
+        help="Port of the engine protocol that a router (SMG) speaks; 0 lets the system choose. Needs the extra "
+        "heteroinference[router]. Default: none.",
+    ),
+]
+
 HttpPortOption = Annotated[
     int | None,
     typer.Option(

@@ -45,6 +45,7 @@ def up(
     tls_dir: options.TlsFolderOption = None,
     client_ca_dir: options.ClientCaFolderOption = None,
     remeasure: options.RemeasureOption = False,
+    router_port: options.RouterPortOption = None,
     dp_local_rank: Annotated[
         int,
         typer.Option(
@@ -74,7 +75,7 @@ def up(
     home = HeteroHome.from_environment()
     config = prepare(
         file, port=port, http_port=http_port, model=model, home=home, with_forkserver=forkserver,
-        remeasure=remeasure, dp_local_rank=dp_local_rank,
+        remeasure=remeasure, dp_local_rank=dp_local_rank, router_port=router_port,
         door=DoorFiles(keys=keys, tls=tls_dir, client_ca=client_ca_dir),
     )  # fmt: skip
     serve(config, home=home)
@@ -151,6 +152,7 @@ def prepare(
     with_forkserver: bool,
     remeasure: bool = False,
     dp_local_rank: int = 0,
+    router_port: int | None = None,
     door: DoorFiles | None = None,
 ) -> LocalGroupConfig:
     """Return what is decided before the first process, and print warnings. Raises HeteroError."""
@@ -184,6 +186,7 @@ def prepare(
         http_port=http_port if http_port is not None else 0 if port == 0 else service.http_port,
         with_forkserver=with_forkserver,
         dp_local_rank=dp_local_rank,
+        router_port=router_port,
         door=door,
     )
     store = MeasurementStore.for_group(home, config.name, resource, model_dir=config.model_dir, plan=plan)
@@ -253,6 +256,8 @@ def _show_ready(group: LocalGroup, topology: GroupTopology, times: StartTimes, *
         console.print(f"measurements of {when}; --remeasure repeats them", style="dim", highlight=False)
     scheme = "https" if config.door.tls is not None else "http"
     console.print(f"OpenAI API: {scheme}://{group.record.http}/v1", style="dim", highlight=False)
+    if group.record.router:
+        console.print(f"for a router: grpc://{group.record.router}", style="dim", highlight=False)
     console.print(f"ready: {group.record.inference}", style="bold green", highlight=False)
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from hetero_api.group_state import GroupState
 from hetero_api.sharding import UnitRange
-from hetero_client.admin import GroupTopology, PlacementView, RankView
+from hetero_client.admin import GroupTopology, IdleView, PlacementView, RankView
 from hetero_client.cli.console import table_of
 from hetero_client.launcher.commands import GATEWAY
 from hetero_client.launcher.run_directory import GroupRecord
@@ -71,10 +71,21 @@ def topology_line(topology: GroupTopology) -> str:
         parts.append(f"KV cache {topology.cache_layout.value}, {blocks}")
     if topology.asleep:
         parts.append(f"asleep: {', '.join(topology.asleep)}")
+    if topology.idle is not None:
+        parts.append(_idle_words(topology.idle))
+    if topology.speculation:
+        parts.append(f"speculation {topology.speculation}")
     if topology.paused_requests:
         parts.append(f"paused requests: {topology.paused_requests}")
     reason = f" ({topology.reason})" if topology.reason else ""
     return f"{topology.name}: {topology.state.value}{reason}, {', '.join(parts)}"
+
+
+def _idle_words(idle: IdleView) -> str:
+    """Return whether the group rests, and what it took the last time."""
+    state = "rests until the next request" if idle.rests else f"rested {idle.sleeps} times"
+    woke = f", woke in {idle.wake_s:.2f} s" if idle.wake_s else ""
+    return f"{state} (fell asleep in {idle.sleep_s:.2f} s{woke})"
 
 
 def options_view(placement: PlacementView) -> RenderableType:

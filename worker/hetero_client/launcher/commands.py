@@ -41,12 +41,14 @@ class GatewayPorts:
     http: int
     admin: int = 0
     ranks: int = 0
+    router: int | None = None
+    """None: no door for a router."""
 
     @classmethod
     def from_addresses(cls, addresses: Mapping[str, str]) -> GatewayPorts:
         """Return the ports in "host:port" addresses by service, so that the next gateway listens there too."""
-        ports = {name: int(address.rpartition(":")[2]) for name, address in addresses.items()}
-        return cls(ports["inference"], ports["http"], ports["admin"], ports["ranks"])
+        ports = {name: int(address.rpartition(":")[2]) for name, address in addresses.items() if address}
+        return cls(ports["inference"], ports["http"], ports["admin"], ports["ranks"], ports.get("router"))
 
 
 DOOR_OPTIONS: Final = {
@@ -114,6 +116,7 @@ class GroupCommands:
             "--ranks-port", str(ports.ranks),
             "--state-file", str(self.run.gateway_state_path),
             "--drain-timeout-s", "0",  # Ctrl-C means now
+            *(() if ports.router is None else ("--router-port", str(ports.router))),
             *self.door.arguments,
         )  # fmt: skip
         return Command(GATEWAY, argv, self.run.log_path(GATEWAY))

@@ -79,6 +79,14 @@ class LocalGroupConfig:
     dp_local_rank: int = 0
     """Number of this group among those of the same resource that share this machine's devices and cores."""
 
+    router_port: int | None = None
+    """Port of the engine protocol that a router speaks; None: none."""
+
+    @property
+    def ports(self) -> GatewayPorts:
+        """Ports of the gateway."""
+        return GatewayPorts(self.port, self.http_port, router=self.router_port)
+
     @property
     def name(self) -> str:
         """Name of the group, unique on this machine."""
@@ -163,10 +171,12 @@ class LocalGroup:
         """Start forkserver and gateway, wait until the gateway listens, start the ranks. Raises LaunchError."""
         check_port(self._config.port, option="--port", field_path="spec.gateway.service.port")
         check_port(self._config.http_port, option="--http-port", field_path="spec.gateway.service.httpPort")
+        if self._config.router_port is not None:
+            check_port(self._config.router_port, option="--router-port", field_path="leave it out")
         self._started_s = time.monotonic()
         if self._forkserver is not None:
             self._forkserver.ensure_started()  # first: its imports take longest and need no other process
-        gateway = new_service(self._commands.gateway(GatewayPorts(self._config.port, self._config.http_port)))
+        gateway = new_service(self._commands.gateway(self._config.ports))
         self._services.add(gateway)
         addresses = self._wait_for_gateway()
         gateway.command = self._commands.gateway(GatewayPorts.from_addresses(addresses))
@@ -180,7 +190,7 @@ class LocalGroup:
             manifest=str(self._config.manifest),
             model_dir=str(self._config.model_dir),
             phase="starting",
-            **{service: addresses[service] for service in ("inference", "admin", "http")},
+            **{service: addresses[service] for service in ("inference", "admin", "http", "router")},
             started_at=time.time(),
             processes=self._pids(),
         )
@@ -353,7 +363,7 @@ class LocalGroup:
             self._check(self._supervisor.wait(STARTING_LOOK_S / 2, wake=self._signals.fileno()))
             state = self._run.read_gateway_state()
             if state is not None:
-                return {key: str(state[key]) for key in ("inference", "http", "admin", "ranks")}
+                return {key: str(state.get(key, "")) for key in ("inference", "http", "admin", "ranks", "router")}
         raise StartTimeoutError(
             f"the gateway did not listen within {GATEWAY_START_S:g} s; see {self._run.log_path(GATEWAY)}"
         )

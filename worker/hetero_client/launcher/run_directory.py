@@ -52,6 +52,8 @@ class GroupRecord:
     http: str
     started_at: float
     processes: dict[str, int]
+    router: str = ""
+    """Empty without a router's door."""
 
 
 class RunDirectory:

@@ -35,13 +35,21 @@ class Admission:
 class StepHolds:
     """Callers that keep steps from going out: `num_inside` do, `num_waiting` wait for the steps that are out.
 
-    The core's loop sets `settled` when no step is out.
+    The core's loop sets `settled` when no step is out. Steps also stay while the ranks rest; `roused` is set unless
+    they do.
     """
 
     def __init__(self) -> None:
         self.num_waiting = 0
         self.num_inside = 0
         self.settled = asyncio.Event()
+        self.roused = asyncio.Event()
+        self.roused.set()
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the ranks rest."""
+        return not self.roused.is_set()
 
     @asynccontextmanager
     async def waiting(self) -> AsyncIterator[None]:

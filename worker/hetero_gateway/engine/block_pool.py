@@ -18,20 +18,23 @@ a hit, and no client can craft a prompt that finds another tenant's blocks.
 
 Every operation is O(1) a block. One thread.
 
-StateSnapshots is the same for states of sequences, in models that keep any.
+StateSnapshots is the same for states of sequences, in models that keep any. CacheLog tells others which prefixes the
+pool holds.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
 
 from hetero_gateway.engine.errors import EngineFault
 
 NULL_BLOCK: Final = 0
+MAX_LOGGED_EVENTS: Final = 65_536
+_KEY_BYTES: Final = 8
 
 
 class BlockDigests:
@@ -61,12 +64,113 @@ class BlockDigests:
             chain.append(hashlib.sha256((chain[-1] if chain else self._root) + tokens.tobytes()).digest())
 
 
+class StoredBlock(NamedTuple):
+    """A block that a prefix lookup finds from now on. `parent` is the key of the block before it; None: it is first."""
+
+    key: int
+    parent: int | None
+    token_ids: array[int]
+
+
+class RemovedBlock(NamedTuple):
+    """A block that no lookup finds any more."""
+
+    key: int
+
+
+class ClearedCache(NamedTuple):
+    """The end of all blocks that were stored before."""
+
+
+CacheEvent = StoredBlock | RemovedBlock | ClearedCache
+
+
+class CacheBatch(NamedTuple):
+    """Events that came together, with their number in the order of batches, from 1 on."""
+
+    number: int
+    events: list[CacheEvent]
+
+
+class CacheLog:
+    """Record of what the prefix cache holds, and of its last changes in order, for a router that sends prompts there.
+
+    It is off until `begin`, and costs nothing then. It knows blocks without a salt only: a salt keeps a tenant's
+    prompts from others. A block's key is the first 8 bytes of its digest, as a signed number.
+    """
+
+    def __init__(self, *, max_events: int = MAX_LOGGED_EVENTS) -> None:
+        self.is_on = False
+        self.last_number = 0
+        """Number of the last batch."""
+        self.stored_blocks: dict[int, StoredBlock] = {}
+        """Blocks that lookups find, by key, each behind its parent."""
+        self._max_events = max_events
+        self._num_events = 0
+        self._batches: deque[CacheBatch] = deque()
+        self._news: list[CacheEvent] = []
+        self._on_news: Callable[[], object] = lambda: None
+
+    def begin(self, on_news: Callable[[], object]) -> None:
+        """Record from now on, while the cache is empty; `on_news` is called when there is something to seal."""
+        self.is_on, self._on_news = True, on_news
+        self.cleared()
+        self.seal()
+
+    def stored(self, digest: bytes, parent: bytes | None, token_ids: Sequence[int]) -> None:
+        """Note that lookups find a block."""
+        key = _key(digest)
+        block = StoredBlock(key, None if parent is None else _key(parent), array("I", token_ids))
+        self.stored_blocks[key] = block
+        self._note(block)
+
+    def removed(self, digest: bytes) -> None:
+        """Note that lookups no longer find a block, if it was noted that they do."""
+        if self.is_on and self.stored_blocks.pop(_key(digest), None) is not None:
+            self._note(RemovedBlock(_key(digest)))
+
+    def cleared(self) -> None:
+        """Note that the cache is empty."""
+        if self.is_on:
+            self.stored_blocks.clear()
+            self._note(ClearedCache())
+
+    def seal(self) -> None:
+        """Make a batch of the events that have come since the last; do nothing without any."""
+        if not self._news:
+            return
+        self.last_number += 1
+        self._batches.append(CacheBatch(self.last_number, self._news))
+        self._num_events += len(self._news)
+        self._news = []
+        while self._num_events > self._max_events:
+            self._num_events -= len(self._batches.popleft().events)
+
+    def since(self, number: int) -> list[CacheBatch] | None:
+        """Return the batches from `number` on; None if one of them is gone, or if there has not been one before it."""
+        first = self.last_number + 1 - len(self._batches)
+        if not first <= number <= self.last_number + 1:
+            return None
+        return [batch for batch in self._batches if batch.number >= number]
+
+    def _note(self, event: CacheEvent) -> None:
+        self._news.append(event)
+        if len(self._news) == 1:
+            self._on_news()
+
+
+def _key(digest: bytes) -> int:
+    return int.from_bytes(digest[:_KEY_BYTES], "little", signed=True)
+
+
 class BlockPool:
     """Pool of the blocks 0 .. num_blocks - 1, the null block included in `num_blocks`."""
 
-    def __init__(self, *, num_blocks: int) -> None:
+    def __init__(self, *, num_blocks: int, log: CacheLog | None = None) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1 (the null block), not {num_blocks}")
+        self.log = log or CacheLog()
+        """Told of blocks that are forgotten; whoever registers blocks tells it of them."""
         self._num_refs = [0] * num_blocks
         self._digests: list[bytes | None] = [None] * num_blocks
         self._by_digest: dict[bytes, int] = {}
@@ -130,17 +234,27 @@ class BlockPool:
             raise EngineFault(f"{count} blocks asked for, {len(self._free)} of {self.capacity} are free")
         return [self._take_oldest() for _ in range(count)]
 
-    def register(self, block_id: int, digest: bytes) -> None:
-        """Note that a used block now holds the computed KV of `digest`'s tokens.
+    def register(self, block_id: int, digest: bytes) -> bool:
+        """Note that a used block now holds the computed KV of `digest`'s tokens; return whether lookups find it.
 
         When another block holds the same already (two requests computed it side by side) this one stays
         unregistered: its request goes on using it, and it is free of content when released.
         """
         if self._num_refs[block_id] == 0 or self._digests[block_id] is not None:
             raise EngineFault(f"block {block_id} cannot be registered: it is free or registered already")
-        if digest not in self._by_digest:
-            self._by_digest[digest] = block_id
-            self._digests[block_id] = digest
+        if digest in self._by_digest:
+            return False
+        self._by_digest[digest] = block_id
+        self._digests[block_id] = digest
+        return True
+
+    def forget(self) -> None:
+        """Have lookups find nothing; requests keep their blocks."""
+        for block_id in self._by_digest.values():
+            self._digests[block_id] = None
+        self._by_digest.clear()
+        self._num_cached = 0
+        self.log.cleared()
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Drop a reference to each, in reverse: so a prefix's tail is evicted before its head. Raises EngineFault."""
@@ -178,6 +292,7 @@ class BlockPool:
             del self._by_digest[digest]
             self._digests[block_id] = None
             self._num_cached -= 1
+            self.log.removed(digest)
         self._num_refs[block_id] = 1
         return block_id
 
@@ -246,6 +361,11 @@ class StateSnapshots:
         """Take note that a step which took these snapshots is done."""
         for digest in digests:
             self._by_digest[digest] = self._pending.pop(digest)
+
+    def forget(self) -> None:
+        """Have no sequence begin behind a snapshot that was taken until now."""
+        self._free.extend(snapshot for snapshot in self._by_digest.values())
+        self._by_digest.clear()
 
     def places(self, begin: int, end: int, *, last: int) -> Iterator[int]:
         """Yield the numbers of leading blocks in (begin, end] behind which a prompt's snapshots are taken, ascending.

@@ -14,6 +14,17 @@ from hetero_gateway.engine.request import GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """How tokens are proposed: at most `max_tokens` a completion and step.
+
+    With `only_if_faster` only where measurements promise more tokens per second than without.
+    """
+
+    max_tokens: int
+    only_if_faster: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Bounds of the scheduler and the core. The resource, which they come from, has been checked.
 
@@ -26,7 +37,8 @@ class EngineConfig:
     that much longer, and a completion that ended may be computed that much longer; 0 lets none out. A request that has
     waited `pause_limit_s` for a group of ranks to come back ends. `ageing_s` is how long a request waits to gain on a
     newer one of the next lower priority number. `keeps_states` is whether some of the model's layers keep states of
-    each sequence in place of keys and values: one can then begin only where there is a snapshot of them.
+    each sequence in place of keys and values: one can then begin only where there is a snapshot of them. `speculation`
+    None: no tokens are proposed.
     """
 
     max_num_seqs: int
@@ -43,6 +55,7 @@ class EngineConfig:
     pause_limit_s: float = 60.0
     ageing_s: float = 10.0
     keeps_states: bool = False
+    speculation: SpeculationConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,19 +23,26 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from itertools import chain
 from typing import Final
 
-from hetero_api.v1 import admin_pb2
+from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.admission import Admission, Alarm, StepHolds
+from hetero_gateway.engine.block_pool import CacheLog
 from hetero_gateway.engine.config import EngineConfig, end_token_ids
 from hetero_gateway.engine.errors import DeadlineExceeded, EngineFault, EngineUnavailable, GroupLost, StepMismatch
 from hetero_gateway.engine.output_processor import ActiveRequest, OutputProcessor
-from hetero_gateway.engine.request import GenerationRequest, num_generated_tokens
+from hetero_gateway.engine.request import GenerationRequest, Request, num_generated_tokens
 from hetero_gateway.engine.scheduler import Scheduler
+from hetero_gateway.engine.speculation.ngram import NGramProposer
+from hetero_gateway.engine.speculation.speculator import Speculator
 from hetero_gateway.engine.step_pace import DecodePace, StepPace
 from hetero_gateway.engine.steps_in_flight import StepInFlight, StepsInFlight
 from hetero_gateway.engine.stream import ReaderTurns, RequestStream
-from hetero_gateway.engine.text.constraints import MaskWriter, matchers_of
+from hetero_gateway.engine.telemetry.latencies import Latencies
+from hetero_gateway.engine.telemetry.request_trace import RequestTrace
+from hetero_gateway.engine.telemetry.traced_steps import TracedSteps
+from hetero_gateway.engine.text.constraints import MaskedDraws, MaskWriter, matchers_of
 from hetero_gateway.engine.text.detokenizer import IncrementalDetokenizer
 
 logger = logging.getLogger(__name__)
@@ -46,7 +53,8 @@ _FEW: Final = 4
 
 class EngineCore:
     """Engine that serves requests on the group it was given. `new_detokenizer` makes one for given stop strings, the
-    prompt of an answer that may have channels, and special tokens that are part of the text."""
+    prompt of an answer that may have channels, and special tokens that are part of the text. `proposer`: of tokens, in
+    place of the config's."""
 
     def __init__(
         self,
@@ -54,11 +62,13 @@ class EngineCore:
         *,
         new_detokenizer: Callable[[Sequence[str], Sequence[int], Collection[int]], IncrementalDetokenizer],
         clock: Callable[[], float] = time.monotonic,
+        proposer: NGramProposer | None = None,
     ) -> None:
         self._new_detokenizer = new_detokenizer
         self._config = config
         self._clock = clock
-        self._scheduler = Scheduler(config)
+        self._speculator = Speculator(config.speculation, proposer)
+        self._scheduler = Scheduler(config, speculator=self._speculator)
         self._outputs = OutputProcessor(self._scheduler, clock=clock)
         self._paused: deque[tuple[float, ActiveRequest]] = deque()
         """Requests that wait for a group to come back, each until a time; soonest first."""
@@ -74,6 +84,7 @@ class EngineCore:
         self._work = asyncio.Event()
         self._masking: asyncio.Task[None] | None = None
         self._alarm = Alarm(self._on_alarm, clock=clock)
+        self._traced = TracedSteps(clock=clock)
 
     # --- the group --------------------------------------------------------------------------------------
 
@@ -94,12 +105,16 @@ class EngineCore:
         """
         self._admission.failed = None
         self.lose("another group of ranks has taken over")
+        self.rouse()
         self._group = in_flight
         in_flight.on_progress, in_flight.on_broken = self._work.set, on_broken
         self.recoveries += self._admission.has_opened and bool(self._outputs)
         self._admission.has_opened = True
         self._pace = StepPace(lookahead_s=self._config.lookahead_s)
+        self._speculator.begin_epoch()
         self._paused.clear()
+        for traced in self._traced.requests:
+            traced.event("group formed")
         self._use_cache(num_blocks=num_blocks, block_size=block_size, num_snapshots=num_snapshots)
         self._work.set()
 
@@ -111,6 +126,8 @@ class EngineCore:
         self._lost_reason = reason
         self._drop_group()
         self._scheduler.lose_group()
+        for traced in self._traced.requests:
+            traced.event("group lost", reason=reason)
         self._pause(self._outputs.active)
         self._arm_timer()
 
@@ -146,6 +163,29 @@ class EngineCore:
                 self._holds.num_inside -= 1
         finally:
             self._work.set()
+
+    def rest(self) -> None:
+        """Keep steps from going out until `rouse`, or until the group is gone; requests still queue.
+
+        Only within `hold`; raises EngineFault elsewhere.
+        """
+        if not self._holds.num_inside:
+            raise EngineFault("ranks can rest only while steps are held")
+        self._holds.roused.clear()
+
+    def rouse(self) -> None:
+        """Let steps go out again after `rest`."""
+        self._holds.roused.set()
+        self._work.set()
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether steps stay because of `rest`."""
+        return self._holds.is_resting
+
+    async def wait_roused(self) -> None:
+        """Return once steps no longer stay because of `rest`."""
+        await self._holds.roused.wait()
 
     def reset_cache(self, *, num_blocks: int, block_size: int, num_snapshots: int = 0) -> None:
         """Go on with another, empty cache of the same group. Only within `hold`; raises EngineFault elsewhere."""
@@ -189,9 +229,19 @@ class EngineCore:
         """Return once no request is in flight."""
         await self._outputs.none_left.wait()
 
+    async def wait_busy(self) -> None:
+        """Return once a request is in flight."""
+        await self._outputs.some_left.wait()
+
     # --- requests ---------------------------------------------------------------------------------------
 
-    def submit(self, asked: GenerationRequest, *, on_end: Callable[[int], None] = lambda _: None) -> RequestStream:
+    def submit(
+        self,
+        asked: GenerationRequest,
+        *,
+        on_end: Callable[[int], None] = lambda _: None,
+        trace: RequestTrace | None = None,
+    ) -> RequestStream:
         """Queue a request and return its stream; a constraint must be compiled.
 
         With `received` it goes on behind these tokens, and takes the place of a request of the same id that is in
@@ -206,13 +256,16 @@ class EngineCore:
         if asked.received:
             self.abort(asked.request_id)
         request = self._scheduler.add(asked, now=self._clock())
+        request.trace = trace
+        if trace is not None:
+            self._traced.add(trace)
         stream = RequestStream(
             asked.request_id,
             num_prompt_tokens=request.num_prompt_tokens,
             detokenizers=[self._detokenizer(asked) for _ in request.completions],
             cancel=self._cancel,
             turns=self._turns,
-            on_end=lambda: on_end(num_generated_tokens(request)),
+            on_end=lambda: self._end_stream(request, on_end),
         )
         active = ActiveRequest(request, stream)
         self._outputs.accept(active, matchers)
@@ -222,6 +275,21 @@ class EngineCore:
             self._arm_timer()
         self._work.set()
         return stream
+
+    def _end_stream(self, request: Request, on_end: Callable[[int], None]) -> None:
+        if request.trace is not None:
+            self._traced.remove(request.trace)
+            request.trace.end(
+                arrival_s=request.arrival_s,
+                first_step_s=request.first_scheduled_s,
+                now_s=self._clock(),
+                usage=_usage_of(request),
+            )
+        on_end(num_generated_tokens(request))
+
+    def take_step_trace(self, rank: int, report: ranks_pb2.StepTrace) -> None:
+        """Take what a traced step took on a rank."""
+        self._traced.take(rank, report)
 
     def _detokenizer(self, asked: GenerationRequest) -> IncrementalDetokenizer:
         # An answer that is bound to a form has no channels, unless the form writes them.
@@ -245,6 +313,24 @@ class EngineCore:
         """Return counts of one moment, consistent with one another."""
         return self._scheduler.stats()
 
+    def latencies(self) -> Latencies:
+        """Return the latencies of all requests so far, as a copy."""
+        return self._outputs.latencies.copy()
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache; requests in flight go on."""
+        self._scheduler.forget_prefixes()
+
+    @property
+    def cache_log(self) -> CacheLog:
+        """Record of what the prefix cache holds, of this group and the next."""
+        return self._scheduler.cache_log
+
+    @property
+    def block_size(self) -> int:
+        """Token positions of a block of the KV cache."""
+        return self._scheduler.block_size
+
     @property
     def paused_requests(self) -> int:
         """Number of requests that wait for a group to come back."""
@@ -254,6 +340,11 @@ class EngineCore:
     def tokens_per_second(self) -> float:
         """Tokens generated per second of recent stepping on the group that was opened last; 0 before any."""
         return self._pace.throughput.tokens_per_second
+
+    @property
+    def speculation(self) -> str:
+        """How tokens are proposed and what has come of it on the group that was opened last; "" if none are."""
+        return self._speculator.describe()
 
     @property
     def decode_pace(self) -> DecodePace:
@@ -299,8 +390,14 @@ class EngineCore:
         while (taken := group.take()) is not None:
             result = taken.result
             assert result is not None, "only answered steps are taken out"
-            self._pace.add_step(
-                taken.step, seconds=taken.seconds, on_ranks_s=result.step_s, num_tokens=len(result.token_ids)
+            num_tokens = len(result.token_ids)
+            self._pace.add_step(taken.step, seconds=taken.seconds, on_ranks_s=result.step_s, num_tokens=num_tokens)
+            self._speculator.add_step(
+                taken.step,
+                began_s=taken.began_s,
+                seconds=taken.seconds,
+                on_ranks_s=result.step_s,
+                num_tokens=num_tokens,
             )
             outcome = self._scheduler.apply(taken.step, result)
             self._outputs.process(outcome)
@@ -328,13 +425,17 @@ class EngineCore:
         step = self._scheduler.schedule(self._clock(), in_flight=group, steps_out=steps_out)
         if step is None:
             return False
-        group.submit(step)
+        trace = self._traced.mark(step) if self._traced.requests else None
+        sent = group.submit(step)
+        if trace is not None:
+            self._traced.sent(sent.step_id, trace)
         return True
 
     @property
     def _is_held(self) -> bool:
         # A caller that waits to hold lets a step go out that only has ranks drop slots.
-        return self._holds.num_inside > 0 or (self._holds.num_waiting > 0 and self._scheduler.has_requests())
+        holds = self._holds
+        return holds.num_inside > 0 or holds.is_resting or (holds.num_waiting > 0 and self._scheduler.has_requests())
 
     def _begin_masks(self, group: StepsInFlight, owing: StepInFlight) -> None:
         """Start to compute masks, once all steps before theirs are answered: masks follow from their tokens."""
@@ -342,19 +443,21 @@ class EngineCore:
             self._masking = asyncio.create_task(self._send_masks(group, owing))
 
     async def _send_masks(self, group: StepsInFlight, owing: StepInFlight) -> None:
-        completions = owing.step.masked
+        completions, proposals = owing.step.masked, owing.step.proposals
+        matchers = map(self._outputs.matcher_of, completions)
+        proposed = [proposals.get(slot, ()) for slot in owing.step.plan.masked_slots]
         try:
-            masks = await self._masks.masks([self._outputs.matcher_of(completion) for completion in completions])
+            masks = await self._masks.masks([*map(MaskedDraws, matchers, proposed)])
         finally:
             self._masking = None
         if self._group is not group:
             self._work.set()
             return
         with self._guarding(group):
-            for completion, mask in zip(completions, masks, strict=True):
-                if mask.problem is not None:
-                    self._outputs.fail_completion(completion, mask.problem)
-            group.send_masks(owing, [mask.allowed for mask in masks])
+            for completion, (first, *_) in zip(completions, masks, strict=True):
+                if first.problem is not None:
+                    self._outputs.fail_completion(completion, first.problem)
+            group.send_masks(owing, [mask.allowed for mask in chain.from_iterable(masks)])
         self._send(group)
 
     @contextmanager
@@ -379,7 +482,9 @@ class EngineCore:
 
     def _drop_group(self) -> None:
         self._group = None
+        self._traced.forget_steps()
         self._holds.settled.set()
+        self._holds.roused.set()
 
     def _pause(self, requests: Iterable[ActiveRequest]) -> None:
         until_s = self._clock() + self._config.pause_limit_s
@@ -408,3 +513,12 @@ class EngineCore:
         self._expire()
         self._work.set()
         self._arm_timer()
+
+
+def _usage_of(request: Request) -> dict[str, int]:
+    """Return a request's counts of tokens, by the names of OpenTelemetry's conventions."""
+    return {
+        "gen_ai.usage.input_tokens": request.num_prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": request.num_cached_tokens,
+        "gen_ai.usage.output_tokens": sum(completion.num_output_tokens for completion in request.completions),
+    }

@@ -19,6 +19,7 @@ from hetero_gateway.engine.request import Completion, FinishReason, Request
 from hetero_gateway.engine.scheduler import Scheduler
 from hetero_gateway.engine.step import CompletionUpdate, StepOutcome
 from hetero_gateway.engine.stream import CompletionFeed, RequestStream
+from hetero_gateway.engine.telemetry.latencies import Latencies
 from hetero_gateway.engine.text.constraints import TokenMatcher
 
 _NANOS: Final = 1_000_000_000
@@ -41,14 +42,19 @@ class OpenCompletion:
     feed: CompletionFeed
     matcher: TokenMatcher | None
     first_token_s: float | None = None
+    last_token_s: float = 0.0
+    num_delivered: int = 0
+    """Tokens that its feed has, received ones included."""
 
 
 class OutputProcessor:
-    """All requests in flight. `none_left` is set while there are none."""
+    """All requests in flight. `none_left` is set while there are none, `some_left` while there are some."""
 
     def __init__(self, scheduler: Scheduler, *, clock: Callable[[], float]) -> None:
         self.none_left = asyncio.Event()
         self.none_left.set()
+        self.some_left = asyncio.Event()
+        self.latencies = Latencies()
         self._scheduler = scheduler
         self._clock = clock
         self._active: dict[str, ActiveRequest] = {}
@@ -83,8 +89,11 @@ class OutputProcessor:
         request = active.request
         self._active[request.request_id] = active
         self.none_left.clear()
+        self.some_left.set()
         for completion, feed, matcher in zip(request.completions, active.stream.feeds, matchers, strict=True):
-            opened = self._open[completion] = OpenCompletion(completion, active, feed, matcher)
+            opened = self._open[completion] = OpenCompletion(
+                completion, active, feed, matcher, num_delivered=completion.num_received
+            )
             if completion.num_received:
                 self._resume(opened)
 
@@ -118,14 +127,25 @@ class OutputProcessor:
         _, token_id, reason, stop_token_id, logprobs = update
         if opened.first_token_s is None:
             opened.first_token_s = now
-        feed = opened.feed
+            self.latencies.first_token(opened.completion, now=now)
+            if (trace := opened.active.request.trace) is not None:
+                trace.note_token(now)
+        else:
+            self.latencies.inter_token.observe(now - opened.last_token_s)
+        opened.last_token_s = now
+        opened.num_delivered += 1
+        feed, pooled = opened.feed, opened.active.request.pooled
+        if pooled is not None:
+            opened.active.stream.embedding = pooled.mean()
         if stop_token_id is not None:
             feed.close()  # the token is reported, but is no part of the text
         feed.push(token_id, logprobs)
         if reason is not None:
             self._finish(opened, reason, stop_token_id)
         elif feed.matched_stop is not None:
-            self._scheduler.finish(update.completion)
+            # A step with a proposal may have brought tokens behind the stop string: they never were.
+            num_unread = update.completion.num_output_tokens - opened.num_delivered
+            self._scheduler.finish(update.completion, num_unread=num_unread)
             self._finish(opened, FinishReason.STOP)
         elif opened.matcher is not None:
             self._advance(opened, opened.matcher, token_id)
@@ -146,6 +166,8 @@ class OutputProcessor:
 
     def fail(self, active: ActiveRequest, error: EngineError) -> None:
         """End the open completions of a request with an error."""
+        if (trace := active.request.trace) is not None:
+            trace.fail(error)
         self._scheduler.abort(active.request.request_id)
         for opened in self._open_of(active):
             del self._open[opened.completion]
@@ -175,6 +197,9 @@ class OutputProcessor:
         completion, active = opened.completion, opened.active
         request = active.request
         del self._open[completion]
+        self.latencies.end(completion, reason, first_token_s=opened.first_token_s, now=self._clock())
+        if request.trace is not None:
+            request.trace.note_end(reason.name.lower())
         finished = pb.Finished(
             index=completion.index,
             reason=cast("pb.FinishReason.ValueType", reason),
@@ -197,6 +222,7 @@ class OutputProcessor:
         del self._active[active.request.request_id]
         if not self._active:
             self.none_left.set()
+            self.some_left.clear()
 
     def _open_of(self, active: ActiveRequest) -> list[OpenCompletion]:
         found = map(self._open.get, active.request.completions)

@@ -15,10 +15,12 @@ import enum
 import hashlib
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hetero_api.v1 import inference_pb2, logprobs_pb2, ranks_pb2
 from hetero_gateway.engine.block_pool import BlockDigests
+from hetero_gateway.engine.telemetry.request_trace import RequestTrace
 
 Urgency = tuple[float, int, int]
 """Order of service, smallest first: time of arrival, put off by priority; order of arrival; index in the request."""
@@ -167,6 +169,24 @@ class Completion:
         return self.num_prompt_tokens + self.request.max_tokens
 
 
+@dataclass(slots=True)
+class PooledStates:
+    """Hidden states of a prompt that have come so far, in one residency of its completion."""
+
+    residency: int
+    num_tokens: int = 0
+    sums: list[float] = field(default_factory=list)
+
+    def add(self, sums: Sequence[float], num_tokens: int) -> None:
+        """Add the sum of some tokens' hidden states. Raises ValueError if it has another width."""
+        self.sums = [a + b for a, b in zip(self.sums, sums, strict=True)] if self.sums else list(sums)
+        self.num_tokens += num_tokens
+
+    def mean(self) -> list[float]:
+        """Return the mean, one number a hidden dimension."""
+        return [each / self.num_tokens for each in self.sums]
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """Request that the scheduler holds. Only the scheduler writes to it.
@@ -190,6 +210,10 @@ class Request:
     parked: list[Completion] = field(default_factory=list)
     prompt_logprobs: list[logprobs_pb2.TokenLogprobs] | None = None
     prompt_logprobs_source: tuple[Completion, int] | None = None
+    trace: RequestTrace | None = None
+    """Spans of the request; None if nobody wants them."""
+    pooled: PooledStates | None = None
+    """Set once it runs, if an embedding is asked for."""
 
     @property
     def deadline_s(self) -> float:

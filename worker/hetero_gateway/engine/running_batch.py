@@ -18,12 +18,13 @@ bulk operations on columns.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import cast
 
+from hetero_api.v1 import ranks_pb2
 from hetero_api.v1.admin_pb2 import GetStatsResponse
-from hetero_gateway.engine.block_pool import BlockPool, StateSnapshots
+from hetero_gateway.engine.block_pool import BlockPool, CacheLog, StateSnapshots
 from hetero_gateway.engine.config import CacheSize, EngineConfig, max_running
 from hetero_gateway.engine.request import Completion
 from hetero_gateway.engine.step import NO_DECODES, DecodeView, TakenSnapshot
@@ -44,11 +45,14 @@ class RunningBatch:
         block_size: int,
         counts: GetStatsResponse,
         num_snapshots: int = 0,
+        log: CacheLog | None = None,
     ) -> None:
         self._counts = counts
         self._caching = config.enable_prefix_caching and (num_snapshots > 0 or not config.keeps_states)
         self._max_running = max_running(config)
-        self.pool = BlockPool(num_blocks=num_blocks)
+        self.max_draws = config.max_num_seqs
+        """Most draws of a step."""
+        self.pool = BlockPool(num_blocks=num_blocks, log=log)
         self.cache = CacheSize(
             num_blocks=self.pool.capacity, block_size=block_size, shares_prompts=not config.keeps_states
         )
@@ -70,7 +74,7 @@ class RunningBatch:
         """Return blocks of the leading tokens whose KV is there: a sibling's, or cached. States are there, too.
 
         The last token is always computed: it is what is sampled from. So is every token of a prompt whose
-        log-probabilities are asked for.
+        log-probabilities, or whose mean, are asked for.
         """
         blocks = self._blocks_with_prefix(completion)
         if self.snapshots is None or not blocks:
@@ -78,7 +82,8 @@ class RunningBatch:
         return blocks[: self.snapshots.longest(completion.digests.upto(len(blocks), completion.token_ids))]
 
     def _blocks_with_prefix(self, completion: Completion) -> list[int]:
-        if computes_prompt_logprobs(completion):
+        pools_all = completion.request.asked.sampling.pooling == ranks_pb2.POOLING_MEAN
+        if pools_all or computes_prompt_logprobs(completion):
             return []
         shared = self._blocks_of_sibling(completion)
         if not self._caching:
@@ -107,6 +112,18 @@ class RunningBatch:
         self.prefilling[completion] = None
         return new_block_ids
 
+    def fitting(self, completion: Completion, proposed: Sequence[int]) -> Sequence[int]:
+        """Return the proposed tokens of a decode for which there are blocks without a preemption."""
+        num_blocks = len(completion.block_ids) + self.pool.free_blocks
+        return proposed[: max(0, num_blocks * self.cache.block_size - completion.num_tokens)]
+
+    def extend(self, completion: Completion, *, num_tokens: int) -> list[int]:
+        """Give a decode blocks for its first `num_tokens` tokens; return the new ones."""
+        new_block_ids = self.pool.allocate(max(0, self.cache.blocks_of(num_tokens) - len(completion.block_ids)))
+        completion.block_ids += new_block_ids
+        self.decodes.grew(completion)
+        return new_block_ids
+
     def leave(self, completion: Completion) -> None:
         """End the residency. From here on, `num_scheduled` is what steps in flight will have computed."""
         self.register(completion, self._num_filled(completion) // self.cache.block_size)
@@ -129,8 +146,23 @@ class RunningBatch:
         if not self._caching or num_full_blocks <= begin:
             return
         completion.num_registered_blocks = num_full_blocks
+        is_logged = self.pool.log.is_on and not completion.request.asked.cache_salt
         for index in range(begin, num_full_blocks):
-            self.pool.register(completion.block_ids[index], completion.digests.of_block(index, completion.token_ids))
+            digest = completion.digests.of_block(index, completion.token_ids)
+            if self.pool.register(completion.block_ids[index], digest) and is_logged:
+                self._log(completion, index, digest)
+
+    def _log(self, completion: Completion, index: int, digest: bytes) -> None:
+        """Note that lookups find a block of the completion."""
+        size = self.cache.block_size
+        parent = completion.digests.of_block(index - 1, completion.token_ids) if index else None
+        self.pool.log.stored(digest, parent, completion.token_ids[index * size : (index + 1) * size])
+
+    def forget_prefixes(self) -> None:
+        """Have no completion start behind what was computed until now."""
+        self.pool.forget()
+        if self.snapshots is not None:
+            self.snapshots.forget()
 
     def take_snapshots(self, completion: Completion, begin: int, end: int) -> list[TakenSnapshot]:
         """Return the snapshots to take of a running completion that computes its known tokens [begin, end)."""
@@ -263,11 +295,8 @@ class DecodeBatch:
     def join(self, completion: Completion) -> None:
         """Add a completion from the next step on. All its tokens are scheduled but the one that is being drawn."""
         completion.decode_offset = completion.num_scheduled - self._day
-        # A step on day d draws token number decode_offset + d + 2, counted from 1.
-        completion.last_draw_day = completion.max_num_tokens - 2 - completion.decode_offset
         self._members[completion] = None
-        self._last_draw_days.enter(completion.last_draw_day, completion)
-        self._enter_block_day(completion)
+        self._enter_days(completion)
         self._view = None
 
     def leave(self, completion: Completion) -> None:
@@ -289,9 +318,18 @@ class DecodeBatch:
         return self._block_days.on(self._day)
 
     def grew(self, completion: Completion) -> None:
-        """Note that a member that was due has another block."""
+        """Note that a member has more blocks."""
         self._block_days.strike(completion.next_block_day, completion)
         self._enter_block_day(completion)
+
+    def catch_up(self, completion: Completion) -> int:
+        """Go on behind all known tokens of a member; return how many more than one its last step gave. None is out."""
+        self._last_draw_days.strike(completion.last_draw_day, completion)
+        self._block_days.strike(completion.next_block_day, completion)
+        offset = completion.num_tokens - 1 - self._day
+        number, completion.decode_offset = offset - completion.decode_offset, offset
+        self._enter_days(completion)
+        return number
 
     def advance(self) -> tuple[Completion, ...]:
         """Go on to the next day; return the members that draw their last token in the step that goes out, and leave."""
@@ -300,6 +338,12 @@ class DecodeBatch:
         for completion in last_draws:
             self.leave(completion)
         return tuple(last_draws)
+
+    def _enter_days(self, completion: Completion) -> None:
+        # A step on day d draws token number decode_offset + d + 2, counted from 1.
+        completion.last_draw_day = completion.max_num_tokens - 2 - completion.decode_offset
+        self._last_draw_days.enter(completion.last_draw_day, completion)
+        self._enter_block_day(completion)
 
     def _enter_block_day(self, completion: Completion) -> None:
         completion.next_block_day = len(completion.block_ids) * self._block_size - completion.decode_offset

@@ -15,6 +15,9 @@ waiting ones. What always holds:
   a request is accepted only if it fits the cache alone; hence all end.
 - **Decodes do not wait for prefills, nor prefills for decodes.** At most as many completions run as a step may compute
   tokens, so each decode gets its token in every step, and the most urgent prefill at least one.
+- **Proposals.** While no step is out, a completion that decodes may get proposed tokens (`speculation`). Ranks compute
+  them in the same step, and the completion gets as many tokens as it would have drawn one after another, up to the
+  first that was not proposed. Proposals take the places, tokens and blocks of a step that nothing else wants.
 - **Overlap.** Up to `max_steps_in_flight` steps are out, or more that only decode (`Lookahead`). A completion whose
   result shows that it ended may be in a later step that is out already: its token of that step is dropped. One that is
   preempted while steps that sample for it are out queues again when their tokens are known. Ranks work plans off in
@@ -34,7 +37,7 @@ from itertools import count
 from typing import Final
 
 from hetero_api.v1 import admin_pb2, logprobs_pb2, ranks_pb2
-from hetero_gateway.engine.block_pool import BlockDigests
+from hetero_gateway.engine.block_pool import BlockDigests, CacheLog
 from hetero_gateway.engine.config import EngineConfig, does_not_fit, end_token_ids, resolve_max_tokens
 from hetero_gateway.engine.errors import DuplicateRequest, EngineFault, InvalidRequest, QueueFull
 from hetero_gateway.engine.request import (
@@ -46,7 +49,15 @@ from hetero_gateway.engine.request import (
     num_queued_tokens,
 )
 from hetero_gateway.engine.running_batch import RunningBatch
-from hetero_gateway.engine.step import ScheduledStep, SpanEntry, StepOutcome, append_prompt_logprobs, append_tokens
+from hetero_gateway.engine.speculation.speculator import NO_SPECULATION, Speculator
+from hetero_gateway.engine.step import (
+    ScheduledStep,
+    SpanEntry,
+    StepOutcome,
+    add_pooled,
+    append_prompt_logprobs,
+    append_tokens,
+)
 from hetero_gateway.engine.step_planner import StepPlanner
 from hetero_gateway.engine.steps_in_flight import StepsInFlight
 from hetero_gateway.engine.waiting import LiveHeap, WaitingLine
@@ -60,12 +71,21 @@ class Scheduler:
     Made with blocks, it has a group from the start. Without a group it queues requests and schedules nothing.
     """
 
-    def __init__(self, config: EngineConfig, *, num_blocks: int = NULL_BLOCK_ONLY, num_snapshots: int = 0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        num_blocks: int = NULL_BLOCK_ONLY,
+        num_snapshots: int = 0,
+        speculator: Speculator = NO_SPECULATION,
+    ) -> None:
         self._config = config
+        self._speculator = speculator
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingLine()
         self._deadlines: LiveHeap[Request] = LiveHeap()
         self._orders = count()
+        self.cache_log = CacheLog()
         self._num_queued_tokens = 0
         self._counts = admin_pb2.GetStatsResponse()
         """Counts since the start, and the requests that run; `stats` adds the other gauges."""
@@ -115,8 +135,14 @@ class Scheduler:
         self._end_request(request)
         return True
 
-    def finish(self, completion: Completion) -> None:
-        """End one completion, unless it has ended, for a reason that is not seen here, e.g. a stop string."""
+    def finish(self, completion: Completion, *, num_unread: int = 0) -> None:
+        """End one completion, unless it has ended, for a reason that is not seen here, e.g. a stop string.
+
+        Its last `num_unread` tokens came behind that end, and are dropped.
+        """
+        if num_unread:
+            del completion.token_ids[-num_unread:]
+            self._counts.generated_tokens -= num_unread
         if not completion.ended:
             self._end(completion)
 
@@ -144,6 +170,15 @@ class Scheduler:
     def has_requests(self) -> bool:
         """Return whether there is a request that has not ended."""
         return bool(self._requests)
+
+    def forget_prefixes(self) -> None:
+        """Have no completion start behind what was computed until now; running ones go on."""
+        self._batch.forget_prefixes()
+
+    @property
+    def block_size(self) -> int:
+        """Token positions of a block of the cache, or of the last one while there is none."""
+        return self._cache.block_size
 
     @property
     def is_idle(self) -> bool:
@@ -205,8 +240,14 @@ class Scheduler:
 
     def _new_cache(self, *, num_blocks: int, block_size: int, num_snapshots: int) -> tuple[RunningBatch, StepPlanner]:
         batch = RunningBatch(
-            self._config, num_blocks=num_blocks, block_size=block_size, counts=self._counts, num_snapshots=num_snapshots
+            self._config,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            counts=self._counts,
+            num_snapshots=num_snapshots,
+            log=self.cache_log,
         )
+        self.cache_log.cleared()
         return batch, StepPlanner(self._config, batch=batch, waiting=self._waiting, counts=self._counts)
 
     def _refit(self, request: Request) -> InvalidRequest | None:
@@ -234,7 +275,9 @@ class Scheduler:
         most = self._config.max_steps_in_flight
         if not self._is_open or not in_flight.may_overlap(most=most, most_decodes=steps_out):
             return None
-        step = self._planner.plan(now)
+        if in_flight and self._speculator.is_worth_a_wait(self._batch.decodes.view().completions):
+            return None
+        step = self._planner.plan(now, speculator=None if in_flight else self._speculator)
         if step is None and not self._requests:
             step = self._planner.plan_release()
         if step is None and self._requests and not in_flight:
@@ -249,6 +292,7 @@ class Scheduler:
         Raises StepMismatch if the result does not answer the step; then the group is to be lost.
         """
         with_prompt_logprobs = append_prompt_logprobs(step, result)
+        add_pooled(step, result)
         # The last check that may refuse the result: tokens that were appended are final.
         updates = append_tokens(step, result, vocab_size=self._config.vocab_size)
         self._counts.steps += step.computes
@@ -258,6 +302,8 @@ class Scheduler:
                 self._batch.register(grown.completion, grown.num_full_blocks)
         for span in step.spans:
             self._take_span(span)
+        if step.proposals:
+            self._catch_up(step)
         if self._waiting.has_returning:
             self._waiting.tokens_came(update.completion for update in updates.all)
         for update in updates.ending:
@@ -265,6 +311,15 @@ class Scheduler:
             update.completion.stop_token_id = update.stop_token_id
             self._end(update.completion)
         return StepOutcome(updates.all, [(request, _take_prompt_logprobs(request)) for request in with_prompt_logprobs])
+
+    def _catch_up(self, step: ScheduledStep) -> None:
+        """Take in how many tokens the step's proposals gave."""
+        self._counts.proposed_tokens += sum(map(len, step.proposals.values()))
+        for slot, completion in zip(step.decodes.slots, step.decodes.completions, strict=True):
+            # One that has left meanwhile runs no more: nothing starts while a step with proposals is out.
+            if slot in step.proposals and completion in self._batch.decodes:
+                self._counts.accepted_tokens += self._batch.decodes.catch_up(completion)
+                self._batch.register(completion, (completion.num_tokens - 1) // self._cache.block_size)
 
     def _take_span(self, span: SpanEntry) -> None:
         completion = span.completion
@@ -312,6 +367,7 @@ class Scheduler:
         if completion.slot >= 0:
             self._batch.leave(completion)
         completion.ended = True
+        self._speculator.ended(completion)
         self._waiting.remove_ended(completion)
         request.num_open -= 1
         if request.ended:

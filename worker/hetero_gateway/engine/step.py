@@ -7,18 +7,19 @@ stood, which is not copied, and a result is turned into updates, which are tuple
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress, repeat
+from itertools import chain, compress, groupby, repeat
 from operator import attrgetter, contains
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 from hetero_api.v1 import logprobs_pb2, ranks_pb2
 from hetero_gateway.engine.errors import StepMismatch
-from hetero_gateway.engine.request import Completion, FinishReason, Request
+from hetero_gateway.engine.request import Completion, FinishReason, PooledStates, Request
 
 _Logprobs = logprobs_pb2.TokenLogprobs
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class ScheduledStep:
 
     `last_draws` are the completions that draw their max_tokens-th token. `masked` are, in the order of
     `plan.masked_slots`, the completions whose draw is bound to a mask. A completion may end while a step with it is
-    out: its mask then does not matter, but there must be one.
+    out: its mask then does not matter, but there must be one. `proposals` has proposed tokens by the slot of a decode.
     """
 
     plan: ranks_pb2.StepPlan
@@ -86,6 +87,7 @@ class ScheduledStep:
     grown: tuple[GrownEntry, ...] = ()
     last_draws: tuple[Completion, ...] = ()
     masked: tuple[Completion, ...] = ()
+    proposals: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     @property
     def computes(self) -> bool:
@@ -95,10 +97,11 @@ class ScheduledStep:
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
-        return len(self.decodes.slots) + sum(span.end - span.begin for span in self.spans)
+        proposed = sum(map(len, self.proposals.values()))
+        return len(self.decodes.slots) + proposed + sum(span.end - span.begin for span in self.spans)
 
     def sampled_tokens(self, result: ranks_pb2.StepResult, *, vocab_size: int) -> list[int]:
-        """Return the tokens of the decodes, then of the sampling spans.
+        """Return the tokens of the decodes, then of the sampling spans; of a decode with a proposal maybe several.
 
         Raises StepMismatch unless `result` answers this plan.
         """
@@ -108,14 +111,25 @@ class ScheduledStep:
         expected = self.decodes.slots
         if self.spans:
             expected = expected + [span.slot for span in self.spans if span.sample]
-        if list(result.slots) != expected:
-            raise StepMismatch(f"{where}: slots {expected} had to sample, slots {list(result.slots)} did")
+        sampled = list(result.slots)
+        if (sampled if not self.proposals else [slot for slot, _ in groupby(sampled)]) != expected:
+            raise StepMismatch(f"{where}: slots {expected} had to sample, slots {sampled} did")
         token_ids = list(result.token_ids)
-        if len(token_ids) != len(expected):
-            raise StepMismatch(f"{where}: {len(expected)} slots sampled, {len(token_ids)} tokens came")
+        if len(token_ids) != len(sampled):
+            raise StepMismatch(f"{where}: {len(sampled)} slots sampled, {len(token_ids)} tokens came")
+        self._check_accepted(sampled, token_ids, where)
         if token_ids and max(token_ids) >= vocab_size:
             raise StepMismatch(f"{where}: token {max(token_ids)} is outside the vocabulary of {vocab_size}")
         return token_ids
+
+    def _check_accepted(self, slots: Sequence[int], token_ids: Sequence[int], where: str) -> None:
+        """Raise StepMismatch unless all tokens of a slot but its last are those that were proposed."""
+        if not self.proposals:
+            return
+        for slot, group in groupby(zip(slots, token_ids, strict=True), lambda pair: pair[0]):
+            accepted = [token for _, token in group][:-1]
+            if accepted != list(self.proposals.get(slot, ())[: len(accepted)]):
+                raise StepMismatch(f"{where}: slot {slot} got {accepted}, which was not proposed")
 
 
 class CompletionUpdate(NamedTuple):
@@ -169,9 +183,12 @@ def append_tokens(step: ScheduledStep, result: ranks_pb2.StepResult, *, vocab_si
     tokens = step.sampled_tokens(result, vocab_size=vocab_size)
     sampling = [span.completion for span in step.spans if span.sample]
     completions = step.decodes.completions + sampling
-    logprobs = _logprobs_column(step, result, completions)
     known = step.decodes.token_ids + [completion.token_ids for completion in sampling]
     ends = step.decodes.end_token_ids + [completion.end_token_ids for completion in sampling]
+    if step.proposals:
+        counts = [len(list(group)) for _, group in groupby(result.slots)]
+        completions, known, ends = _times(completions, counts), _times(known, counts), _times(ends, counts)
+    logprobs = _logprobs_column(step, result, completions)
     if any(map(_ended_of, completions)):
         alive = [not completion.ended for completion in completions]
         completions, tokens = list(compress(completions, alive)), list(compress(tokens, alive))
@@ -185,6 +202,11 @@ def append_tokens(step: ScheduledStep, result: ranks_pb2.StepResult, *, vocab_si
     if True in is_end:
         ending.update(dict.fromkeys(_mark_stops(updates, is_end)))
     return TokenUpdates(updates, [updates[index] for index in ending])
+
+
+def _times(column: Iterable[_T], counts: Iterable[int]) -> list[_T]:
+    """Return each element as often as its count says."""
+    return list(chain.from_iterable(map(repeat, column, counts)))
 
 
 def append_prompt_logprobs(step: ScheduledStep, result: ranks_pb2.StepResult) -> list[Request]:
@@ -207,6 +229,32 @@ def append_prompt_logprobs(step: ScheduledStep, result: ranks_pb2.StepResult) ->
             )
         collected.extend(part.positions)
     return [span.completion.request for span in step.spans if _has_all_prompt_logprobs(span, result)]
+
+
+def add_pooled(step: ScheduledStep, result: ranks_pb2.StepResult) -> None:
+    """Add the hidden states that came for embeddings. Raises StepMismatch if they are not those that had to come."""
+    came = {part.slot: part for part in result.pooled}
+    for span in step.spans:
+        request, part = span.completion.request, came.get(span.slot)
+        pooling, pooled = request.asked.sampling.pooling, request.pooled
+        if not pooling or pooled is None or pooled.residency != span.residency:
+            continue
+        wanted = span.end - span.begin if pooling == ranks_pb2.POOLING_MEAN else int(span.sample)
+        num_tokens = 0 if part is None else part.num_tokens
+        if num_tokens != wanted:
+            raise StepMismatch(
+                f"step {result.step_id}: hidden states of {wanted} tokens of slot {span.slot} had to come, "
+                f"of {num_tokens} did"
+            )
+        if part is not None:
+            _add_sums(pooled, part, step_id=result.step_id)
+
+
+def _add_sums(pooled: PooledStates, part: ranks_pb2.PooledSpan, *, step_id: int) -> None:
+    try:
+        pooled.add(part.sums, part.num_tokens)
+    except ValueError as error:
+        raise StepMismatch(f"step {step_id}: hidden states of slot {part.slot} have another width") from error
 
 
 def _has_all_prompt_logprobs(span: SpanEntry, result: ranks_pb2.StepResult) -> bool:
@@ -244,10 +292,12 @@ def _logprobs_column(
 
 
 def _mark_last_draws(step: ScheduledStep, updates: list[CompletionUpdate]) -> list[int]:
-    if not step.last_draws:
+    if not (step.last_draws or step.proposals):
         return []
     index_of = {update.completion: index for index, update in enumerate(updates)}
     marked = [index_of[completion] for completion in step.last_draws if completion in index_of]
+    if step.proposals:
+        marked = [index for each, index in index_of.items() if each.num_tokens == each.max_num_tokens]
     for index in marked:
         updates[index] = updates[index]._replace(reason=FinishReason.LENGTH)
     return marked

@@ -150,6 +150,6 @@ class StepPace:
         """Count a step: seconds as seen from here and on the ranks, and how many tokens it generated."""
         self.throughput.add_step(seconds, tokens=num_tokens)
         rows = len(step.decodes.slots)
-        if rows and not step.spans and not step.masked:
+        if rows and not step.spans and not step.masked and not step.proposals:
             self.lookahead.add_step(on_ranks_s)
             self.decodes.add_step(seconds, rows=rows, tokens=sum(map(len, step.decodes.token_ids)))

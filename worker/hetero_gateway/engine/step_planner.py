@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from hetero_api.v1 import ranks_pb2
 from hetero_api.v1.admin_pb2 import GetStatsResponse
 from hetero_gateway.engine.config import EngineConfig
-from hetero_gateway.engine.request import Completion
+from hetero_gateway.engine.request import Completion, PooledStates
 from hetero_gateway.engine.running_batch import RunningBatch, computes_prompt_logprobs
+from hetero_gateway.engine.speculation.speculator import Speculator
 from hetero_gateway.engine.step import NO_DECODES, DecodeView, GrownEntry, ScheduledStep, SpanEntry, TakenSnapshot
 from hetero_gateway.engine.waiting import WaitingLine
 
@@ -30,8 +31,8 @@ class StepPlanner:
         self._blocked: tuple[Completion, int] | None = None
         """The first in line that did not fit, and how many blocks were free then."""
 
-    def plan(self, now: float) -> ScheduledStep | None:
-        """Return the next step; None if there is nothing to compute now."""
+    def plan(self, now: float, *, speculator: Speculator | None = None) -> ScheduledStep | None:
+        """Return the next step; None if there is nothing to compute now. With a `speculator` no step is out."""
         draft = StepDraft()
         if self._batch.snapshots is not None:
             self._batch.snapshots.begin_plan()
@@ -41,7 +42,9 @@ class StepPlanner:
         budget = self._continue_prefills(draft, budget=self._max_num_tokens - len(decodes.slots))
         # A preempted completion goes before those that are less urgent, and may not be in line yet.
         if self._counts.preemptions == num_preempted and not self._waiting.has_returning:
-            self._admit(draft, budget=budget, now=now)
+            budget = self._admit(draft, budget=budget, now=now)
+        if speculator is not None:
+            self._propose(draft, speculator, decodes.completions, budget=budget)
         if not decodes.slots and not draft.spans:
             return None
         last_draws = self._batch.decodes.advance() if decodes.slots else ()
@@ -89,6 +92,8 @@ class StepPlanner:
         num_pending = max(0, completion.num_scheduled + 1 - completion.num_tokens)
         self._waiting.put_back(completion, num_pending=num_pending)
         self._counts.preemptions += 1
+        if (trace := completion.request.trace) is not None:
+            trace.event("preempted", completion=completion.index)
 
     def _continue_prefills(self, draft: StepDraft, *, budget: int) -> int:
         """Add chunks of running prefills, the most urgent first; return what is left of the budget."""
@@ -99,20 +104,34 @@ class StepPlanner:
             budget -= self._add_chunk(draft, completion, budget=budget)
         return budget
 
-    def _admit(self, draft: StepDraft, *, budget: int, now: float) -> None:
-        """Start waiting completions, in order, while budget, slots and blocks last."""
+    def _propose(
+        self, draft: StepDraft, speculator: Speculator, completions: Sequence[Completion], *, budget: int
+    ) -> None:
+        """Add proposals of tokens for completions that decode, as far as draws, budget and blocks go."""
+        draws = len(completions) + sum(span.sample for span in draft.spans)
+        most = min(budget, self._batch.max_draws - draws)
+        for completion, proposed in speculator.proposals(completions, most=most).items():
+            tokens = self._batch.fitting(completion, proposed)
+            if tokens:
+                new_block_ids = self._batch.extend(completion, num_tokens=completion.num_tokens + len(tokens))
+                draft.add_blocks(completion, new_block_ids)
+                draft.proposals[completion.slot] = tokens
+
+    def _admit(self, draft: StepDraft, *, budget: int, now: float) -> int:
+        """Start waiting completions, in order, while budget, slots and blocks last; return what is left of it."""
         while budget > 0 and self._batch.num_startable > 0:
             completion = self._waiting.line.first()
             if completion is None or self._is_blocked(completion):
-                return
+                break
             prefix = self._batch.find_prefix(completion)
             if not self._batch.can_start(completion, prefix):
                 self._blocked = completion, self._batch.pool.free_blocks
-                return
+                break
             self._waiting.line.pop()
             self._start(draft, completion, prefix, now=now)
             from_snapshot = self._batch.states_of_prefix(completion, prefix)
             budget -= self._add_chunk(draft, completion, budget=budget, from_snapshot=from_snapshot)
+        return budget
 
     def _is_blocked(self, completion: Completion) -> bool:
         """Return whether it did not fit and no more blocks are free since: its prefix need not be looked up again."""
@@ -125,6 +144,8 @@ class StepPlanner:
         if computes_prompt_logprobs(completion):
             request.prompt_logprobs, request.prompt_logprobs_source = [], (completion, completion.residency)
         new_block_ids = self._batch.start(completion, prefix)
+        if request.asked.sampling.pooling:
+            request.pooled = PooledStates(completion.residency)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now
             request.num_cached_tokens = min(completion.num_scheduled, request.num_prompt_tokens)
@@ -164,6 +185,7 @@ class StepDraft:
         self.block_slots: list[int] = []
         """Slots that get another block each, and below the blocks: lists are faster to append to than messages."""
         self.block_ids: list[int] = []
+        self.proposals: dict[int, Sequence[int]] = {}
 
     def bind(self, completion: Completion, prefix: list[int]) -> None:
         """Bind a completion which has just started behind the blocks `prefix` to its slot."""
@@ -222,6 +244,8 @@ class StepDraft:
         self.plan.block_ids.extend(self.block_ids)
         self.plan.decode_slots.extend(decodes.slots)
         self.plan.masked_slots.extend(completion.slot for completion in masked)
+        for slot, token_ids in self.proposals.items():
+            self.plan.proposals.add(slot=slot, token_ids=token_ids)
         return ScheduledStep(
             plan=self.plan,
             decodes=decodes,
@@ -229,4 +253,5 @@ class StepDraft:
             grown=tuple(self.grown),
             last_draws=last_draws,
             masked=masked,
+            proposals=self.proposals,
         )

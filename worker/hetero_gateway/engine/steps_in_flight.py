@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.errors import EngineFault, StepMismatch
@@ -115,7 +116,10 @@ class StepsInFlight:
         return sent
 
     def send_masks(self, step: StepInFlight, masks: Sequence[bytes]) -> None:
-        """Send the masks that a step owes, one for each masked draw. Raises EngineFault if it owes none."""
+        """Send the masks that a step owes, one for each masked draw, those behind proposed tokens included.
+
+        Raises EngineFault if it owes none.
+        """
         if self._error is not None:
             return
         if step is not self.owing:
@@ -159,9 +163,12 @@ class StepsInFlight:
     def may_overlap(self, *, most: int, most_decodes: int | None) -> bool:
         """Return whether one more step may go out beside these.
 
-        `most` steps may be out, or `most_decodes` if all of them only decode and `most` allows overlap at all.
+        `most` steps may be out, or `most_decodes` if all of them only decode and `most` allows overlap at all. Nothing
+        goes out beside proposals: how many tokens they give is not known before.
         """
         number = len(self._steps)
+        if number and self._steps[-1].step.proposals:
+            return False
         if number < most:
             return True
         if most < 2 or most_decodes is None or number >= most_decodes:
@@ -173,11 +180,15 @@ def _check_masks(taken: StepInFlight) -> None:
     """Raise StepMismatch if a draw ignored its mask: that token must not become known."""
     if not taken.masks or taken.result is None:
         return
-    drawn = dict(zip(taken.result.slots, taken.result.token_ids, strict=False))
-    for slot, mask in zip(taken.step.plan.masked_slots, taken.masks, strict=True):
-        token_id = drawn.get(slot)
-        if token_id is not None and not _allows(mask, token_id):
-            raise StepMismatch(f"step {taken.step_id}: slot {slot} drew token {token_id}, against its mask")
+    drawn: dict[int, list[int]] = {}
+    for slot, token_id in zip(taken.result.slots, taken.result.token_ids, strict=False):
+        drawn.setdefault(slot, []).append(token_id)
+    masks = iter(taken.masks)
+    for slot in taken.step.plan.masked_slots:
+        own = list(islice(masks, 1 + len(taken.step.proposals.get(slot, ()))))
+        for mask, token_id in zip(own, drawn.get(slot, ()), strict=False):
+            if not _allows(mask, token_id):
+                raise StepMismatch(f"step {taken.step_id}: slot {slot} drew token {token_id}, against its mask")
 
 
 def _allows(mask: bytes, token_id: int) -> bool:

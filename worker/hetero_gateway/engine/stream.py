@@ -133,6 +133,8 @@ class RequestStream:
     ) -> None:
         self.request_id = request_id
         self.num_prompt_tokens = num_prompt_tokens
+        self.embedding: list[float] | None = None
+        """Pooled hidden states of the prompt, there with the first token if they were asked for."""
         self.feeds = tuple(CompletionFeed(self, index, each) for index, each in enumerate(detokenizers))
         self._cancel = cancel
         self._turns = turns

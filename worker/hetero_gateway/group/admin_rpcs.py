@@ -8,6 +8,7 @@ What always holds:
 - A call that has begun runs to its end, even if its caller gives up waiting; a Profile then ends early.
 - A rank that is lost during a call, or while the group sleeps, ends the epoch like any other loss. The next epoch is
   awake and has the resource's own cache.
+- A group that an administrator put to sleep refuses requests. One that rests (spec.idle) accepts them, and they wait.
 
 Raises InvalidCommand, WrongState, CommandFailed, and GroupLost when the epoch ended meanwhile. One asyncio loop.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -61,12 +63,16 @@ class AdminRpcs:
         core: EngineCore,
         settings: GroupSettings,
         on_experts_moved: Callable[[int], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._group = group
         self._experts = ExpertMover(group.placement, core=core, on_moved=on_experts_moved)
         self._core = core
         self._settings = settings
+        self._clock = clock
         self._under_way = ""
+        self._free = asyncio.Event()
+        self._free.set()
         self._given_up = asyncio.Event()
 
     async def reset_cache(self, request: admin_pb2.ResetCacheRequest) -> admin_pb2.ResetCacheResponse:
@@ -81,6 +87,21 @@ class AdminRpcs:
             raise InvalidCommand("level", f"must be 1 or 2, not {request.level}")
         epoch = self._require("Sleep", GroupState.READY, idle=True)
         return await self._run("Sleep", self._sleep(epoch, request.level))
+
+    async def rest(self, level: int) -> None:
+        """Go from READY to ASLEEP, with requests accepted, which wait until `rouse`. Needs an idle group."""
+        epoch = self._require("Rest", GroupState.READY, idle=True)
+        await self._run("Rest", self._rest(epoch, level))
+
+    async def rouse(self) -> None:
+        """Wake a group that rests, also one that drains; do nothing for another.
+
+        A group that cannot wake begins another epoch, which is awake. Raises GroupLost when its epoch ended meanwhile.
+        """
+        await self._free.wait()
+        epoch = self._group.current
+        if epoch is not None and self._core.is_resting:
+            await self._run("Rouse", self._rouse(epoch))
 
     async def wake_up(self, request: admin_pb2.WakeUpRequest) -> admin_pb2.WakeUpResponse:
         """Go from ASLEEP to READY, once nothing is asleep any more."""
@@ -122,6 +143,11 @@ class AdminRpcs:
             lambda command: self._command(epoch, command), require_idle=lambda: self._require_idle("PlaceExperts")
         )
         return await self._run("PlaceExperts", work)
+
+    async def swap_experts(self) -> int:
+        """Exchange pairs of experts while requests run; return how many experts changed ranks. Needs READY."""
+        epoch = self._require("SwapExperts", GroupState.READY)
+        return await self._run("SwapExperts", self._experts.swap(lambda command: self._command(epoch, command)))
 
     async def update_weights(self) -> admin_pb2.UpdateWeightsResponse:
         """Read the model's files again in place of the weights that serve. Needs READY and idle."""
@@ -168,26 +194,50 @@ class AdminRpcs:
         self._core.close_intake("the group is asleep; an administrator has to wake it (Admin.WakeUp, hetero wake)")
         try:
             async with self._core.hold():
-                self._require_idle("Sleep")
-                command = ranks_pb2.GroupCommand(sleep=ranks_pb2.SleepCommand(level=level))
-                reports = await self._command(epoch, command)
-                epoch.asleep = TAGS
-                epoch.note_bytes(reports)
+                freed_bytes = await self._fall_asleep(epoch, "Sleep", level)
                 self._group.enter(GroupState.ASLEEP)
         except BaseException:
             self._core.open_intake()
             raise
-        return admin_pb2.SleepResponse(freed_bytes=[report.freed_bytes for report in reports])
+        return admin_pb2.SleepResponse(freed_bytes=freed_bytes)
+
+    async def _fall_asleep(self, epoch: Epoch, call: str, level: int) -> list[int]:
+        """Have all ranks give their memory up, inside a hold; return the bytes of each."""
+        self._require_idle(call)
+        reports = await self._command(epoch, ranks_pb2.GroupCommand(sleep=ranks_pb2.SleepCommand(level=level)))
+        epoch.asleep = TAGS
+        epoch.note_bytes(reports)
+        return [report.freed_bytes for report in reports]
+
+    async def _rest(self, epoch: Epoch, level: int) -> None:
+        async with self._core.hold():
+            began_s = self._clock()
+            freed_bytes = await self._fall_asleep(epoch, "Rest", level)
+            self._core.rest()
+            idle = self._group.idle
+            idle.rests, idle.sleeps, idle.sleep_s = True, idle.sleeps + 1, self._clock() - began_s
+            idle.freed_bytes[:] = freed_bytes
+            self._group.enter(GroupState.ASLEEP)
+
+    async def _rouse(self, epoch: Epoch) -> None:
+        try:
+            await self._wake_up(epoch, epoch.asleep)
+        except CommandFailed as error:
+            epoch.end(f"the group rested and could not wake: {error}")
 
     async def _wake_up(self, epoch: Epoch, tags: frozenset[str]) -> admin_pb2.WakeUpResponse:
         wake = ranks_pb2.WakeCommand(weights=WEIGHTS in tags, cache=epoch.cache if KV in tags else None)
         async with self._core.hold():
+            began_s = self._clock()
             reports = await self._command(epoch, ranks_pb2.GroupCommand(wake=wake))
             if KV in tags:
                 self._use_cache(epoch.cache)
             epoch.asleep -= tags
             epoch.note_bytes(reports)
             if not epoch.asleep:
+                if self._core.is_resting:
+                    self._group.idle.rests, self._group.idle.wake_s = False, self._clock() - began_s
+                    self._core.rouse()
                 self._core.open_intake()
                 self._group.enter(GroupState.READY)
         return admin_pb2.WakeUpResponse(asleep=sorted(epoch.asleep))
@@ -219,6 +269,7 @@ class AdminRpcs:
     async def _run(self, call: str, work: Coroutine[Any, Any, T]) -> T:
         """Run a call to its end, even if the caller gives up waiting."""
         self._under_way = call
+        self._free.clear()
         self._given_up.clear()
         logger.info("%s begins", call)
         task = asyncio.create_task(work, name=call)
@@ -231,6 +282,7 @@ class AdminRpcs:
 
     def _note_end(self, task: asyncio.Task[Any]) -> None:
         self._under_way = ""
+        self._free.set()
         error = None if task.cancelled() else task.exception()
         logger.info("%s ended%s", task.get_name(), f": {error}" if error else "")
 

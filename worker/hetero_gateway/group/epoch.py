@@ -29,7 +29,7 @@ from hetero_gateway.group.placement import GroupPlacement, PlacedRanks, Placemen
 from hetero_gateway.group.recovery import BUSY_SILENCE_S, SERVING_SILENCE_S, HeartbeatWatch
 from hetero_gateway.group.roster import Member, broadcast
 from hetero_gateway.group.settings import GroupSettings
-from hetero_gateway.group.warm_up import MAX_WARM_SEQS, StepBounds, sampling_slots, warm_up_plans
+from hetero_gateway.group.warm_up import MAX_WARM_SEQS, StepBounds, masks_of, sampling_slots, warm_up_plans
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +68,8 @@ class Epoch:
         """Report of each rank on its load, in rank order; empty until all have loaded."""
         self.weight_bytes: dict[int, int] = {}
         self.kv_bytes: dict[int, int] = {}
-        self.graph_bytes: dict[int, int] = {}
-        """Bytes that graphs of steps take of each rank's device, as last reported."""
+        self.heartbeats: dict[int, ranks_pb2.Heartbeat] = {}
+        """Last heartbeat of each rank."""
         self._settings = settings
         self._placement = placement
         self._core = core
@@ -142,7 +142,9 @@ class Epoch:
         if kind == "step_result":
             self._executor.take_results(member.rank, [message.step_result, *message.further_results])
         elif kind == "heartbeat":
-            self.graph_bytes[member.rank] = message.heartbeat.graph_bytes
+            self.heartbeats[member.rank] = message.heartbeat
+        elif kind == "step_trace":
+            self._core.take_step_trace(member.rank, message.step_trace)
         elif kind == "echo":
             member.link.send(ranks_pb2.GatewayMessage(epoch=self.number, echo=message.echo))
         elif kind == "failure":
@@ -248,7 +250,8 @@ class Epoch:
         brief = are_warm or self._core.paused_requests > 0
         graph_sizes = () if brief else self._graph_sizes()
         for plan in warm_up_plans(self._step_bounds(), brief=brief, graph_sizes=graph_sizes):
-            result = await self._executor.compute(plan)
+            masks = masks_of(plan, vocab_size=self._settings.config.vocab_size)
+            result = await self._executor.compute(plan, masks)
             expected = sampling_slots(plan)
             if list(result.slots) != expected:
                 raise EpochEnded(f"warm-up: slots {expected} had to sample, slots {list(result.slots)} did")

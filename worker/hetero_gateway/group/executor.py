@@ -79,11 +79,16 @@ class GroupExecutor:
         self._send_leaving()
         broadcast(self._links, ranks_pb2.GatewayMessage(epoch=self._epoch, token_masks=token_masks))
 
-    async def compute(self, plan: ranks_pb2.StepPlan) -> ranks_pb2.StepResult:
-        """Send a plan that belongs to no request, alone, and return its result. Raises GroupLost."""
+    async def compute(self, plan: ranks_pb2.StepPlan, masks: Sequence[bytes] = ()) -> ranks_pb2.StepResult:
+        """Send a plan that belongs to no request, alone, and return its result; `masks` are those of its masked slots.
+
+        Raises GroupLost.
+        """
         answered = asyncio.Event()
         self.in_flight.on_progress = answered.set
-        self.in_flight.submit(ScheduledStep(plan))
+        step = self.in_flight.submit(ScheduledStep(plan))
+        if plan.masked_slots:
+            self.in_flight.send_masks(step, masks)
         await answered.wait()
         taken = self.in_flight.take()
         assert taken is not None, "the step was answered"

@@ -59,6 +59,7 @@ def load_order(settings: GroupSettings, plan: ShardPlan) -> ranks_pb2.LoadModel:
         batch_invariant=settings.spec.engine.batch_invariant,
         quantization=settings.quantization,
         kv_cache_dtype=settings.spec.kv_cache_dtype_in_force,
+        expert_deferral=settings.spec.engine.expert_deferral,
     )
 
 

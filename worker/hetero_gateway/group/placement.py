@@ -27,7 +27,7 @@ from hetero_api.sharding import ShardPlan
 from hetero_api.spec import PlacementMode
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.step_pace import DecodePace
-from hetero_gateway.group.settings import GroupSettings, check_plan
+from hetero_gateway.group.settings import GroupSettings, check_deferral, check_plan
 from hetero_placement.cost_model import CostModel
 from hetero_placement.decision import Decision, Option, bounds_of
 from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware
@@ -61,7 +61,8 @@ class Placement:
     @cached_property
     def cost_model(self) -> CostModel:
         """Model that predicts steps under this plan, or another, on this hardware."""
-        return CostModel(self.settings.config, self.hardware.levelled(), dtype=self.settings.dtype)
+        settings, deferral = self.settings, self.settings.spec.engine.expert_deferral
+        return CostModel(settings.config, self.hardware.levelled(), dtype=settings.dtype, expert_deferral=deferral)
 
 
 DecidePlacement = Callable[[GroupSettings, PlacedRanks, ShardPlan | None], Placement]
@@ -131,6 +132,7 @@ def decide_placement(settings: GroupSettings, ranks: PlacedRanks, held: ShardPla
     """
     hardware = hardware_of(settings, ranks)
     decision = _adopt(settings, hardware, held) if held is not None else _solve(settings, hardware)
+    check_deferral(settings.spec, decision.plan)
     mode = _mode_of(decision, hardware)
     return Placement(decision.plan, mode=mode, decision=decision, hardware=hardware, settings=settings)
 

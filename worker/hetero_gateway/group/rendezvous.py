@@ -60,6 +60,8 @@ class Group:
         self.state = GroupState.NEW
         self.epoch = 0
         """Number of the current or last epoch; 0 before the first."""
+        self.idle = admin_pb2.IdleStatus()
+        """Rest of the group (spec.idle), with the figures of its last sleep and its last waking."""
         self.dropped_messages = 0
         """Messages of ended epochs that were dropped so far."""
         self._settings = settings
@@ -205,6 +207,7 @@ class Group:
     def _tell_engine(self, reason: str) -> None:
         """Let streams pause if there may be another epoch, and end if not."""
         self._core.open_intake()  # an admin RPC may have closed it; the next epoch is awake
+        self.idle.rests = False
         failure = self._restarts.failure
         if failure is not None or self.state in _LAST_STATES:
             self._core.fail(failure or reason)
@@ -256,8 +259,8 @@ class Group:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are served."""
-        return self.state is GroupState.READY and self._core.is_serving
+        """Whether requests are served, if need be after the group has woken from its rest."""
+        return self.state in (GroupState.READY, GroupState.ASLEEP) and self._core.is_serving
 
     @property
     def failed(self) -> bool:
@@ -286,7 +289,7 @@ class Group:
             name=self._settings.name,
             state=self.state.to_proto(),
             epoch=self.epoch,
-            ranks=describe_ranks(self._settings, self._roster, self._current, self.placement.plan),
+            ranks=describe_ranks(self._settings, self._roster, self._current, placement),
             reason=self._reason(),
             failed=self.failed,
             block_size=self._settings.block_size,
@@ -295,6 +298,8 @@ class Group:
             tokens_per_second=self._core.tokens_per_second,
             stalled_s=self.stalled_s,
             paused_requests=self._core.paused_requests,
+            speculation=self._core.speculation,
+            idle=self.idle,
             model_source=self._settings.model_source,
         )
         if self._current is not None:

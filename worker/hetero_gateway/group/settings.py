@@ -15,11 +15,20 @@ from hetero_api.contract import VERSION
 from hetero_api.errors import ModelError, PlanError
 from hetero_api.manifest import find_unserved
 from hetero_api.model_config import ModelConfig
-from hetero_api.sharding import RankShard, ShardPlan
-from hetero_api.spec import SHARE_KINDS, CacheLayout, HeteroInference, HeteroInferenceSpec, PlacementMode
+from hetero_api.sharding import RankShard, ShardPlan, deferral_problem
+from hetero_api.spec import (
+    SHARE_KINDS,
+    CacheLayout,
+    HeteroInference,
+    HeteroInferenceSpec,
+    PlacementMode,
+    SpeculationKind,
+    SpeculativeSpec,
+)
 from hetero_api.spec_model import Quantization
 from hetero_api.spec_pools import PoolType
 from hetero_api.v1 import ranks_pb2
+from hetero_gateway.engine.config import SpeculationConfig
 from hetero_gateway.group.errors import UnsupportedSpecError
 from hetero_placement.decision import quantized_config
 from hetero_placement.shard_plans import (
@@ -152,6 +161,13 @@ def resolve_max_model_len(spec: HeteroInferenceSpec, config: ModelConfig) -> int
     return spec.model.max_model_len or config.max_position
 
 
+def speculation_of(spec: SpeculativeSpec, config: ModelConfig) -> SpeculationConfig | None:
+    """Return how tokens are proposed to the model; None: not at all."""
+    if spec.kind == SpeculationKind.NONE or config.delta is not None:
+        return None
+    return SpeculationConfig(max_tokens=spec.max_tokens, only_if_faster=spec.kind == SpeculationKind.AUTO)
+
+
 # --- checks -------------------------------------------------------------------------------------------------
 
 
@@ -190,6 +206,15 @@ def check_plan(plan: ShardPlan, config: ModelConfig, *, world_size: int) -> None
     plan.stages()
 
 
+def check_deferral(spec: HeteroInferenceSpec, plan: ShardPlan) -> None:
+    """Raise PlanError if the spec defers experts, and no rank of the plan has any to defer."""
+    if spec.engine.expert_deferral and not any(map(plan.deferring_layers, range(plan.world_size))):
+        raise PlanError(
+            "spec.engine.expertDeferral: no rank without KV heads has experts of two layers in a row, so nothing would "
+            "come late; leave it out, or give CPU ranks no attention (spec.placement.shares.attention)"
+        )
+
+
 def _check_number(spec: HeteroInferenceSpec, config: ModelConfig) -> None:
     """Raise PlanError when there are too many ranks. The solver would find that too, but only once all have joined."""
     limits = {
@@ -211,10 +236,19 @@ def _model_problems(spec: HeteroInferenceSpec, config: ModelConfig) -> list[str]
         quantized_config(spec, config)
     except ModelError as error:
         problems.append(f"spec.model.quantization: {error}")
+    deferral = spec.engine.expert_deferral
+    if deferral and (problem := deferral_problem(config, deferral)):
+        problems.append(problem)
     asked = spec.model.max_model_len
     if asked is not None and asked > config.max_position:
         problems.append(
             f"spec.model.maxModelLen: {asked} is more than the {config.max_position} positions of the model"
+        )
+    kind = spec.engine.speculative.kind
+    if config.delta is not None and kind == SpeculationKind.NGRAM:
+        problems.append(
+            f"spec.engine.speculative.kind: {kind}, but layers of this model keep states of sequences, which cannot go "
+            "back behind a token that was wrong; use None or Auto"
         )
     return problems
 

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 from hetero_api.group_state import GroupState
-from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.group.cache_size import layout_of
 from hetero_gateway.group.epoch import Epoch
+from hetero_gateway.group.placement import Placement
 from hetero_gateway.group.roster import Roster
 from hetero_gateway.group.settings import ExpectedPlace, GroupSettings
 
 
 def describe_ranks(
-    settings: GroupSettings, roster: Roster, epoch: Epoch | None, plan: ShardPlan | None
+    settings: GroupSettings, roster: Roster, epoch: Epoch | None, placement: Placement | None
 ) -> list[admin_pb2.RankStatus]:
     """Return the status of all ranks, in rank order, also of those that have not joined."""
-    shards = plan.to_proto().ranks if plan is not None else [ranks_pb2.RankShard()] * len(settings.places)
-    return [_describe(place, roster, epoch, shards[place.rank]) for place in settings.places]
+    shards = placement.plan.to_proto().ranks if placement else [ranks_pb2.RankShard()] * len(settings.places)
+    ranks = [_describe(place, roster, epoch, shards[place.rank]) for place in settings.places]
+    if placement is not None and epoch is not None:
+        for status, heard in ((ranks[rank], heard) for rank, heard in sorted(epoch.heartbeats.items())):
+            _describe_steps(status, heard, placement)
+    return ranks
+
+
+def _describe_steps(status: admin_pb2.RankStatus, heard: ranks_pb2.Heartbeat, placement: Placement) -> None:
+    """Write the steps of a rank's last heartbeat into its status, and what the placement says about them."""
+    rank, decode = status.place.rank, heard.decode
+    status.decode.CopyFrom(decode)
+    status.prefill.CopyFrom(heard.prefill)
+    status.memory_bandwidth = placement.hardware.ranks[rank].speeds.memory_bandwidth
+    if decode.steps:
+        read = placement.cost_model.read_bytes(placement.plan, rank, rows=decode.rows / decode.steps)
+        status.decode_read_bytes = read * decode.steps
 
 
 def describe_epoch(settings: GroupSettings, epoch: Epoch, answer: admin_pb2.GetTopologyResponse) -> None:
@@ -47,7 +62,8 @@ def _describe(
         if epoch.loaded:
             loaded = epoch.loaded[place.rank]
             status.load_s = loaded.load_s
-            status.graph_bytes = epoch.graph_bytes.get(place.rank, 0)
+            heard = epoch.heartbeats.get(place.rank)
+            status.graph_bytes = heard.graph_bytes if heard is not None else 0
             status.graph_reserve_bytes = loaded.graph_reserve_bytes
             status.kernels.extend(loaded.kernels)
             status.weight_formats.extend(loaded.weight_formats)

@@ -4,6 +4,9 @@ A prefill as large as a step allows, a decode of one sequence, and a decode of m
 slots and blocks, and the last one gives every slot back; the KV they leave behind is overwritten, never read. While
 requests wait for an epoch to go on in, a short prefill has to do: a long one would take as long as theirs.
 
+Sequences follow that draw in each way: at random, with filters of two kinds, with penalties, bound to a mask. A device
+compiles or loads kernels for each the first time.
+
 Ranks that make graphs of steps report for how many sequences. Steps of these sizes follow, the largest first, whose
 memory the others then share; each comes as often as it takes until its graph is there.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Final
 
 from hetero_api.v1 import ranks_pb2
@@ -25,6 +29,20 @@ _BRIEF_TOKENS: Final = 16
 """The prefill of a brief warm-up."""
 _STEPS_A_GRAPH: Final = 2
 """Steps per graph: a rank prepares it in the first and records it in the second; see Loaded.graph_sizes."""
+_GREEDY: Final = ranks_pb2.Sampling(temperature=0, top_p=1)
+_DRAWS: Final = (
+    _GREEDY,
+    ranks_pb2.Sampling(temperature=1, top_p=1),
+    ranks_pb2.Sampling(temperature=1, top_p=1, top_k=20),
+    ranks_pb2.Sampling(temperature=1, top_p=0.9, min_p=0.01),
+    ranks_pb2.Sampling(
+        temperature=1, top_p=1, presence_penalty=0.1, repetition_penalty=1.1, bias_token_ids=[_TOKEN], biases=[1.0]
+    ),
+)
+"""Ways to draw: few candidates are selected, more are sorted, and edits come before either. The first one also has a
+mask."""
+_DRAW_TOKENS: Final = 2
+"""Positions of a sequence that draws twice; the second token has no KV yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +77,29 @@ def warm_up_plans(
     writer.add(decode=[0], new=dict.fromkeys(others, 1))
     writer.add(decode=range(batch))
     writer.release(range(batch))
+    if not brief:
+        _add_draws(writer, bounds)
     _add_graph_steps(writer, bounds, graph_sizes)
     return tuple(writer.plans)
+
+
+def masks_of(plan: ranks_pb2.StepPlan, *, vocab_size: int) -> list[bytes]:
+    """Return a mask of `vocab_size` tokens for each of the plan's masked slots: all tokens are allowed."""
+    return [((1 << vocab_size) - 1).to_bytes(-(-vocab_size // 8), "little")] * len(plan.masked_slots)
+
+
+def _add_draws(writer: _PlanWriter, bounds: StepBounds) -> None:
+    """Add sequences of one token that draw twice in each way, as many at a time as have room; the first is masked."""
+    if bounds.max_model_len <= _DRAW_TOKENS:
+        return
+    most = (bounds.num_blocks - 1) // -(-_DRAW_TOKENS // bounds.block_size)
+    most = min(most, bounds.max_num_seqs, bounds.max_num_batched_tokens)
+    for begin in range(0, len(_DRAWS), max(most, 1)):
+        draws = _DRAWS[begin : begin + most]
+        if draws:
+            writer.add(new=dict.fromkeys(range(len(draws)), 1), draws=draws)
+            writer.add(decode=range(len(draws)), masked=[0])
+            writer.release(range(len(draws)))
 
 
 def _add_graph_steps(writer: _PlanWriter, bounds: StepBounds, graph_sizes: Collection[int]) -> None:
@@ -95,14 +134,24 @@ class _PlanWriter:
     blocks: dict[int, int] = field(default_factory=dict)
     next_block: int = 1
 
-    def add(self, *, decode: Sequence[int] = (), new: dict[int, int] | None = None) -> None:
-        """Add a step: one token for each slot of `decode`, then sequences of the given lengths in new slots."""
-        plan = ranks_pb2.StepPlan(decode_slots=decode)
+    def add(
+        self,
+        *,
+        decode: Sequence[int] = (),
+        masked: Sequence[int] = (),
+        new: dict[int, int] | None = None,
+        draws: Sequence[ranks_pb2.Sampling] = (),
+    ) -> None:
+        """Add a step: one token for each slot of `decode`, then sequences of the given lengths in new slots.
+
+        The new sequences draw as `draws` say, in order, and others greedily; `masked` slots have a mask.
+        """
+        plan = ranks_pb2.StepPlan(decode_slots=decode, masked_slots=masked)
         for slot in decode:
             self._lengthen(plan, slot, 1)
-        for slot, num_tokens in (new or {}).items():
+        for (slot, num_tokens), sampling in zip((new or {}).items(), chain(draws, repeat(_GREEDY)), strict=False):
             sequence = plan.new_sequences.add(slot=slot, token_ids=[_TOKEN] * num_tokens, num_prompt_tokens=num_tokens)
-            sequence.sampling.CopyFrom(ranks_pb2.Sampling(temperature=0, top_p=1))
+            sequence.sampling.CopyFrom(sampling)
             plan.spans.add(slot=slot, num_tokens=num_tokens, sample=True)
             self._lengthen(plan, slot, num_tokens)
         self.plans.append(plan)

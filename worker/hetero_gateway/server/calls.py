@@ -1,7 +1,8 @@
 """Calls: how they end, and how many are in flight.
 
 This is the one place where both errors and gRPC statuses are known. A wrong field comes with google.rpc.BadRequest, a
-full queue with google.rpc.RetryInfo, both inside the google.rpc.Status that clients find in the trailing metadata.
+full queue, a limit and a missing replica with google.rpc.RetryInfo, all inside the google.rpc.Status that clients find
+in the trailing metadata.
 INTERNAL is for bugs, and only for them; their nature stays in the log.
 """
 
@@ -30,7 +31,14 @@ from hetero_gateway.engine.errors import (
     QueueFull,
 )
 from hetero_gateway.group.errors import CommandFailed, InvalidCommand, WrongState
-from hetero_gateway.server.errors import Forbidden, InvalidArguments, LimitExceeded, Unauthenticated, Violation
+from hetero_gateway.server.errors import (
+    Forbidden,
+    InvalidArguments,
+    LimitExceeded,
+    NoReplica,
+    Unauthenticated,
+    Violation,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +60,7 @@ _CODES: Final[dict[type[HeteroError], grpc.StatusCode]] = {
     Forbidden: grpc.StatusCode.PERMISSION_DENIED,
     EngineUnavailable: grpc.StatusCode.UNAVAILABLE,
     GroupLost: grpc.StatusCode.UNAVAILABLE,
+    NoReplica: grpc.StatusCode.UNAVAILABLE,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     WrongState: grpc.StatusCode.FAILED_PRECONDITION,
     CommandFailed: grpc.StatusCode.FAILED_PRECONDITION,
@@ -127,7 +136,7 @@ def _details(error: Exception) -> tuple[Message, ...]:
         return (_bad_request(*error.violations),)
     if isinstance(error, QueueFull):
         return (_retry_info(RETRY_AFTER_S),)
-    if isinstance(error, LimitExceeded):
+    if isinstance(error, LimitExceeded | NoReplica):
         return (_retry_info(error.retry_after_s),)
     return ()
 

@@ -7,6 +7,7 @@ import ipaddress
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -21,10 +22,12 @@ from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.step_pace import LOOKAHEAD_S
 from hetero_gateway.engine.text.tokenizer import TextTokenizer
 from hetero_gateway.group.errors import UnsupportedSpecError
-from hetero_gateway.group.settings import GroupSettings, check_supported
+from hetero_gateway.group.settings import GroupSettings, check_supported, speculation_of
 from hetero_gateway.server.sampling_params import read_sampling_defaults
 
 PROGRAM: Final = "hetero_gateway"
+ROUTER_PACKAGE: Final = "smg_grpc_proto"
+"""Package of the messages that a router speaks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,8 @@ class GatewayConfig:
     ranks_port: int
     http_port: int | None
     """None: the resource's spec.gateway.service.httpPort."""
+    router_port: int | None
+    """None: no router is served."""
     metrics_port: int | None
     """None: no probes and no metrics over HTTP."""
     state_file: Path | None
@@ -55,6 +60,8 @@ class GatewayConfig:
     """Folder with tls.crt and tls.key of the front door; None: no TLS."""
     client_ca_dir: Path | None = None
     """Folder with ca.crt, the authority of certificates that clients must show; None: they need none."""
+    inside_tls_dir: Path | None = None
+    """Folder with tls.crt, tls.key and ca.crt for ranks and administrators; None: they are asked for their token."""
     log_level: str = "INFO"
 
     @classmethod
@@ -70,6 +77,7 @@ class GatewayConfig:
                 log_level=read_log_level(environment),
             )
             config.check_exposure()
+            config.check_router()
             if config.client_ca_dir is not None and config.tls_dir is None:
                 raise ValueError("--client-ca-dir needs --tls-dir: only TLS knows certificates of clients")
             return config
@@ -83,6 +91,11 @@ class GatewayConfig:
                 f"--host {self.host} can be reached from other machines, and {ENV_ADMIN_TOKEN_FILE} is not set; set it "
                 "to a file with the token that callers of hetero.v1.Admin must show, or listen on 127.0.0.1"
             )
+
+    def check_router(self) -> None:
+        """Raise ValueError if a router is to be served without the package of its messages."""
+        if self.router_port is not None and find_spec(ROUTER_PACKAGE) is None:
+            raise ValueError(f"--router-port needs the package {ROUTER_PACKAGE}: install heteroinference[router]")
 
     def check_access(self, gateway: GatewaySpec) -> None:
         """Raise UnsupportedSpecError unless there is a file for all that the resource asks of the front door."""
@@ -126,6 +139,20 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="folder with ca.crt, whose certificates clients must show; default: they need none",
     )
+    add(
+        "--inside-tls-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder with tls.crt, tls.key and ca.crt, whose certificates ranks and administrators must show; "
+        "default: no TLS for them",
+    )
+    add(
+        "--router-port",
+        type=_port,
+        metavar="N",
+        help="port of vllm.grpc.engine.VllmEngine, for a router in front of this replica; it asks for no key and has "
+        "no TLS, so let nobody else reach it; default: none",
+    )
     add("--metrics-port", type=_port, metavar="N", help="/livez, /readyz and /metrics over HTTP; default: none")
     add(
         "--drain-timeout-s",
@@ -165,6 +192,8 @@ class ServedModel:
     info: inference_pb2.GetModelInfoResponse
     sampling_defaults: inference_pb2.SamplingParams
     """Parameters of sampling where a request leaves them out."""
+    directory: Path
+    """The model's files."""
 
 
 def read_model(manifest: Path, model_dir: Path) -> ServedModel:
@@ -201,6 +230,7 @@ def read_model(manifest: Path, model_dir: Path) -> ServedModel:
             source=settings.model_source,
         ),
         sampling_defaults=read_sampling_defaults(model_dir) if takes_defaults else inference_pb2.SamplingParams(),
+        directory=model_dir,
     )
 
 
@@ -217,4 +247,5 @@ def _engine_config(resource: HeteroInference, config: ModelConfig, settings: Gro
         eos_token_ids=frozenset(config.eos_token_ids),
         vocab_size=config.vocab_size,
         keeps_states=config.delta is not None,
+        speculation=speculation_of(settings.spec.engine.speculative, config),
     )

@@ -57,6 +57,16 @@ class Forbidden(ServerError):
     """A call's key is known, and lacks the role."""
 
 
+class NoReplica(ServerError):
+    """A call to the responder, which stands where no replica runs."""
+
+    def __init__(self, *, retry_after_s: int) -> None:
+        super().__init__(
+            f"no replica runs now: spec.replicas is 0, or the first one is starting; try again in {retry_after_s} s"
+        )
+        self.retry_after_s = retry_after_s
+
+
 class LimitExceeded(ServerError):
     """A principal has taken what its limits allow."""
 

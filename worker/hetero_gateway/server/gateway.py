@@ -17,6 +17,7 @@ from typing import Final
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from opentelemetry.trace import Tracer
 
 from hetero_api.api_keys import Role
 from hetero_api.contract import GATEWAY_SERVICES, MAX_INFERENCE_MESSAGE_BYTES, MAX_RANKS_MESSAGE_BYTES, VERSION
@@ -26,11 +27,13 @@ from hetero_api.v1 import admin_pb2, inference_pb2
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.group.admin_rpcs import AdminRpcs
 from hetero_gateway.group.experts import ExpertRebalancer, wants_rebalancing
+from hetero_gateway.group.idle import IdleSleeper
 from hetero_gateway.group.rendezvous import Group
 from hetero_gateway.server.access.files import AccessFiles
 from hetero_gateway.server.access.intake import Intake
 from hetero_gateway.server.access.limits import Meters
 from hetero_gateway.server.access.principals import Guard
+from hetero_gateway.server.access.tracing import CallTracer
 from hetero_gateway.server.admin import serve_admin
 from hetero_gateway.server.calls import InFlight
 from hetero_gateway.server.config import ServedModel
@@ -40,10 +43,11 @@ from hetero_gateway.server.health import WHOLE_SERVER, GatewayProbes, HealthServ
 from hetero_gateway.server.inference import UNCOUNTED, InferenceServicer, serve_inference
 from hetero_gateway.server.metrics import EngineCollector, EngineReading, GatewayMetrics
 from hetero_gateway.server.openai.access import GuardedApplication
-from hetero_gateway.server.openai.endpoint import OpenAiEndpoint, with_cors
+from hetero_gateway.server.openai.endpoint import METRICS_PATH, OpenAiEndpoint, with_cors
 from hetero_gateway.server.openai.http_server import HttpListener
 from hetero_gateway.server.ranks import serve_ranks
 from hetero_gateway.server.reading import RequestReader
+from hetero_gateway.server.router.parts import RouterParts
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +60,7 @@ _INFERENCE_SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Ports to listen on; 0 lets the system choose, None leaves probes and metrics out."""
+    """Ports to listen on; 0 lets the system choose, None leaves a router's door, or probes and metrics, out."""
 
     host: str
     inference: int
@@ -64,23 +68,31 @@ class Ports:
     ranks: int
     http: int
     metrics: int | None = None
+    router: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Addresses that a gateway listens on, "host:port"."""
+    """Addresses that a gateway listens on, "host:port"; "" where it does not."""
 
     inference: str
     admin: str
     ranks: str
     http: str
+    router: str = ""
 
 
 class Gateway:
     """One gateway, made on the loop that runs it."""
 
     def __init__(
-        self, model: ServedModel, *, token: str, admin_token: str | None = None, files: AccessFiles | None = None
+        self,
+        model: ServedModel,
+        *,
+        token: str,
+        admin_token: str | None = None,
+        files: AccessFiles | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._files = files or AccessFiles()
         keys = self._files.keys
@@ -90,6 +102,7 @@ class Gateway:
         self._step_timeout_s = model.group_settings.spec.recovery.step_timeout_seconds
         self.core = EngineCore(model.engine_config, new_detokenizer=model.tokenizer.detokenizer)
         self._name = model.group_settings.name
+        self._cache_dtype = model.group_settings.spec.kv_cache_dtype_in_force
         self._started_s = time.monotonic()
         self._in_flight = InFlight()
         self.group = Group(
@@ -100,12 +113,21 @@ class Gateway:
         )
         self._rebalancer: ExpertRebalancer | None = None
         if wants_rebalancing(model.group_settings):
-            self._rebalancer = ExpertRebalancer(self._rpcs.place_experts, core=self.core)
+            self._rebalancer = ExpertRebalancer(self._rpcs.place_experts, self._rpcs.swap_experts, core=self.core)
+        self._sleeper: IdleSleeper | None = None
+        idle = model.group_settings.spec.idle
+        if idle.sleep_after_seconds is not None:
+            self._sleeper = IdleSleeper(self._rpcs, core=self.core, after_s=idle.sleep_after_seconds, level=idle.level)
         # The admin port's health is the process's; the inference port's is the replica's.
         self._health = HealthServicer([WHOLE_SERVER, *GATEWAY_SERVICES])
         self._admin_health = HealthServicer([WHOLE_SERVER, _ADMIN_SERVICE, *GATEWAY_SERVICES])
         reader, in_flight, metrics = RequestReader(model), self._in_flight, self.metrics
-        intake = Intake(self.core, self._meters)
+        call_tracer = None if tracer is None else CallTracer(tracer, model=self._name)
+        intake = Intake(self.core, self._meters, tracer=call_tracer)
+        self._router: grpc.aio.Server | None = None
+        self._router_parts = RouterParts(
+            core=self.core, intake=intake, reader=reader, model=model, metrics=metrics, in_flight=in_flight
+        )
         servicer = InferenceServicer(
             intake,
             reader=reader,
@@ -132,21 +154,30 @@ class Gateway:
 
     async def listen(self, ports: Ports) -> Addresses:
         """Bind every port, then answer on all. Raises BindError; `close` is to be called then too."""
+        reader = LoopReader(asyncio.get_running_loop())
+        self.metrics.registry.register(
+            EngineCollector(self._read_engine, reader, model=self._name, cache_dtype=self._cache_dtype)
+        )
         # A browser's own questions show no key, so they come before the guard.
-        guarded = GuardedApplication(self._endpoint.application(), self._door, self._meters)
+        guards = {METRICS_PATH: self._scrapes}
+        guarded = GuardedApplication(self._endpoint.application(), self._door, self._meters, guards=guards)
         application = with_cors(guarded, self._cors_origins)
         host, tls = ports.host, self._files.tls
         self._http = HttpListener(
             application, host=host, port=ports.http, option="--http-port", tls=tls.context if tls else None
         )
         credentials = tls.grpc_credentials() if tls else None
+        inside = self._files.inside
+        # One for each server, which remembers what certificate it was given last.
+        to_admin, to_ranks = (inside.grpc_credentials() if inside else None for _ in range(2))
         addresses = Addresses(
             http=self._http.address,
             inference=bind(
                 self._inference, host=host, port=ports.inference, option="--inference-port", credentials=credentials
             ),
-            admin=bind(self._admin, host=host, port=ports.admin, option="--admin-port"),
-            ranks=bind(self._ranks, host=host, port=ports.ranks, option="--ranks-port"),
+            admin=bind(self._admin, host=host, port=ports.admin, option="--admin-port", credentials=to_admin),
+            ranks=bind(self._ranks, host=host, port=ports.ranks, option="--ranks-port", credentials=to_ranks),
+            router="" if ports.router is None else self._bind_router(host, ports.router),
         )
         if ports.metrics is not None:
             self._probe_server = self._start_probes(ports.host, ports.metrics)
@@ -157,6 +188,17 @@ class Gateway:
         self._admin_health.set_serving([WHOLE_SERVER, _ADMIN_SERVICE], True)
         return addresses
 
+    def _bind_router(self, host: str, port: int) -> str:
+        """Bind the router's door and return its address. Raises BindError."""
+        # Late: few gateways have the package of its messages.
+        from hetero_gateway.server.router.vllm_engine import VllmEngineServicer, serve_vllm_engine
+
+        self._router = new_server(
+            max_message_bytes=MAX_INFERENCE_MESSAGE_BYTES, interceptors=[GuardInterceptor(Guard(Role.USER))]
+        )
+        serve_vllm_engine(self._router, VllmEngineServicer(self._router_parts))
+        return bind(self._router, host=host, port=port, option="--router-port")
+
     async def serve(self) -> None:
         """Run engine and group until cancelled. Raises what broke one of them: a bug."""
         async with asyncio.TaskGroup() as tasks:
@@ -166,6 +208,8 @@ class Gateway:
                 tasks.create_task(watch.run(), name="files")
             if self._rebalancer is not None:
                 tasks.create_task(self._rebalancer.run(), name="experts")
+            if self._sleeper is not None:
+                tasks.create_task(self._sleeper.run(), name="idle")
 
     def drain(self) -> None:
         """Refuse new requests, and say so to health and probes; those in flight go on."""
@@ -192,7 +236,8 @@ class Gateway:
 
     @property
     def _servers(self) -> tuple[grpc.aio.Server, ...]:
-        return (self._inference, self._admin, self._ranks)
+        router = () if self._router is None else (self._router,)
+        return (self._inference, self._admin, self._ranks, *router)
 
     def _on_state(self, state: GroupState) -> None:
         logger.info("group state=%s epoch=%d", state.name, self.group.epoch)
@@ -214,11 +259,12 @@ class Gateway:
         )
 
     def _read_engine(self) -> EngineReading:
-        return EngineReading(self.core.stats(), self.group.topology(), self.group.is_ready, self.core.recoveries)
+        return EngineReading(
+            self.core.stats(), self.group.topology(), self.core.latencies(), self.group.is_ready, self.core.recoveries
+        )
 
     def _start_probes(self, host: str, port: int) -> ProbeServer:
         reader = LoopReader(asyncio.get_running_loop())
-        self.metrics.registry.register(EngineCollector(self._read_engine, reader))
         probes = GatewayProbes(self.group, reader, step_timeout_s=self._step_timeout_s)
         try:
             return ProbeServer.start(

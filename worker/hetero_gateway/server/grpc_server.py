@@ -17,6 +17,7 @@ from hetero_api.contract import AUTHORIZATION_KEY
 from hetero_api.errors import HeteroError
 from hetero_gateway.server.access.limits import Meters
 from hetero_gateway.server.access.principals import Guard
+from hetero_gateway.server.access.tracing import note_arrival
 from hetero_gateway.server.calls import Context, abort, status_of
 from hetero_gateway.server.errors import BindError
 
@@ -138,6 +139,7 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
     def _admit(self, details: Any) -> None:
         """Raise the error that refuses the call, if it is refused."""
         metadata = details.invocation_metadata or ()
+        note_arrival(metadata)
         principal = self._guard.admit([value for key, value in metadata if key == AUTHORIZATION_KEY])
         if self._meters is not None and details.method not in self._uncounted:
             self._meters.of(principal).count_call()

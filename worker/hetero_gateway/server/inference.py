@@ -79,19 +79,15 @@ class InferenceServicer:
         async with answering(context, "Generate", account):
             arrived_s = self._clock()
             request = await self._reader.parse(pb.GenerateRequest, data)
-            asked = await self._reader.read(request, deadline_s=_deadline(context, now=arrived_s))
+            asked = await self._reader.read(request, deadline_s=deadline_of(context, now=arrived_s))
             stream = self._intake.submit(asked)
             when_over(context, stream.cancel)
             prompt_tokens = stream.num_prompt_tokens
             yield started_event(asked.request_id, prompt_tokens=prompt_tokens, seed=asked.sampling.seed)
             is_whole = request.output_mode == pb.OUTPUT_MODE_FINAL_ONLY
-            is_first = True
             async for event in merged(stream) if is_whole else stream:
                 if isinstance(event, pb.Finished):
                     account.outcome = FinishReason(event.reason).name
-                elif is_first and isinstance(event, pb.Delta):
-                    is_first = False
-                    self._metrics.first_token.observe(self._clock() - arrived_s)
                 yield stream_event(event)
 
     async def Abort(self, data: bytes, context: Context) -> pb.AbortResponse:  # noqa: N802
@@ -123,7 +119,7 @@ class InferenceServicer:
             return self._server_info()
 
 
-def _deadline(context: Context, *, now: float) -> float | None:
+def deadline_of(context: Context, *, now: float) -> float | None:
     """Return the call's deadline as a time of the engine's clock. Raises DeadlineExceeded if it has passed."""
     left_s: float | None = context.time_remaining()
     if left_s is None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK
+from hetero_api.tracing import start_tracing
 from hetero_gateway.server.access.files import AccessFiles
 from hetero_gateway.server.access.tls import TlsFiles
 from hetero_gateway.server.config import GatewayConfig, ServedModel
@@ -38,8 +39,12 @@ def live(config: GatewayConfig, model: ServedModel) -> int:
 
 async def _live(config: GatewayConfig, model: ServedModel) -> int:
     stop = StopSignals(asyncio.get_running_loop())
-    files = AccessFiles.load(keys_file=config.keys_file, tls_files=_tls_files(config, model))
-    gateway = Gateway(model, token=config.token, admin_token=config.admin_token, files=files)
+    files = AccessFiles.load(
+        keys_file=config.keys_file, tls_files=_tls_files(config, model), inside_folder=config.inside_tls_dir
+    )
+    provider = start_tracing("heteroinference-gateway", os.environ)
+    tracer = None if provider is None else provider.get_tracer("hetero_gateway")
+    gateway = Gateway(model, token=config.token, admin_token=config.admin_token, files=files, tracer=tracer)
     try:
         addresses = await gateway.listen(_ports(config, model))
         _announce(config, model, addresses)
@@ -52,6 +57,8 @@ async def _live(config: GatewayConfig, model: ServedModel) -> int:
         return await serve_until(stop, gateway, drain_timeout_s=drain_timeout_s)
     finally:
         await gateway.close(SHUTTING_DOWN)
+        if provider is not None:
+            await asyncio.to_thread(provider.shutdown)
         if config.state_file is not None:
             config.state_file.unlink(missing_ok=True)
 
@@ -72,6 +79,7 @@ def _ports(config: GatewayConfig, model: ServedModel) -> Ports:
         ranks=config.ranks_port,
         http=service.http_port if config.http_port is None else config.http_port,
         metrics=config.metrics_port,
+        router=config.router_port,
     )
 
 

@@ -1,6 +1,7 @@
 """Paged attention of a GPU by our Triton kernels (`kernels.paged_attention`). Import it only where Triton is installed.
 
-Decode rows take one launch, or two where their tokens are cut into splits; all spans together take another. The kernels
+Decode rows take one launch, or two where their tokens are cut into splits: where there are few rows, or long ones. All
+spans together take another. The kernels
 read a step's sequences from tables on the device, which go there in one copy per step.
 
 Batch-invariant, everything goes through the kernel of spans, in which a row's result depends on its own sequence alone.
@@ -14,7 +15,7 @@ many rows. Programs and splits then follow from the longest reserved sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -33,11 +34,13 @@ from hetero_worker.attention.base import (
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.kernels.attention_tiles import PagedKeys, Scoring
 from hetero_worker.kernels.availability import attention_problem
-from hetero_worker.kernels.paged_attention import MAX_SPLITS, attend_decode, attend_spans
+from hetero_worker.kernels.paged_attention import LEAST_SPLIT_TOKENS, MAX_SPLITS, attend_decode, attend_spans
 from hetero_worker.memory.streams import to_device
 
-_LEAST_SPLIT_TOKENS: Final = 128
-"""A shorter split costs more, in partial sums that are written and read, than it saves."""
+_LONG_SPLIT_TOKENS: Final = 2048
+"""A longer split keeps one program busy when the others of its step are done, however many these are."""
+_MOST_TURNS: Final = 16
+"""Times as many programs as the device runs at a time that splits of long rows may make."""
 _ALIGNED: Final = 4
 """int32 elements in 16 bytes, the alignment of pointers that kernels get."""
 
@@ -60,9 +63,9 @@ class TritonPagedAttention(AttentionBackend):
         self._device = device
         self._num_programs = num_programs
         self._is_invariant = batch_invariant
-        # Rows are cut only until there are `num_programs` splits; these are the splits' partial sums.
+        # Rows are cut only until there are so many splits; these are the splits' partial sums.
         split_bytes = group_size * (head_dim + 2) * torch.float32.itemsize
-        self.gather_bytes = 0 if batch_invariant else self._num_programs * split_bytes
+        self.gather_bytes = 0 if batch_invariant else _MOST_TURNS * self._num_programs * split_bytes
         self._reserved: _ReservedTables | None = None
         self._prepared: _SequenceTables | None = None
 
@@ -140,10 +143,11 @@ class _TritonStep(StepAttention):
         return out
 
     def _num_splits(self, num_rows: int, num_kv_heads: int, longest: int, window: int | None) -> int:
-        """Return the largest power of two for which there are enough programs and tokens."""
+        """Return the largest power of two that keeps the device busy, or long rows from ending last."""
         assert self._num_programs is not None
-        reach = longest if window is None else min(longest, window)
-        most = min(self._num_programs // (num_rows * num_kv_heads), reach // _LEAST_SPLIT_TOKENS, MAX_SPLITS)
+        reach, rows = longest if window is None else min(longest, window), num_rows * num_kv_heads
+        of_long_rows = min(-(-reach // _LONG_SPLIT_TOKENS), _MOST_TURNS * self._num_programs // rows)
+        most = min(max(self._num_programs // rows, of_long_rows), reach // LEAST_SPLIT_TOKENS, MAX_SPLITS)
         return 1 << (most.bit_length() - 1) if most > 1 else 1
 
 
@@ -196,7 +200,7 @@ def _tables_of(batch: AttentionBatch, *, block_size: int, device: torch.device) 
     )
 
 
-def _copied(arrays: tuple[IntArray, ...], device: torch.device) -> list[torch.Tensor]:
+def _copied(arrays: Sequence[IntArray], device: torch.device) -> list[torch.Tensor]:
     """Copy the arrays to the device in one piece; each begins at an aligned address."""
     sizes = [-(-len(array) // _ALIGNED) * _ALIGNED for array in arrays]
     packed = np.zeros(sum(sizes), dtype=np.int32)
@@ -233,8 +237,9 @@ class _ReservedTables:
             )
         device = self._tables.device
         blocks = np.ascontiguousarray(decode.block_tables[:, :num_blocks])
-        self._lengths[:num_rows].copy_(to_device(torch.from_numpy(decode.lengths), device))
-        self._tables[:num_rows, :num_blocks].copy_(to_device(torch.from_numpy(blocks), device))
+        lengths, tables = _copied((decode.lengths, blocks.reshape(-1)), device)
+        self._lengths[:num_rows].copy_(lengths)
+        self._tables[:num_rows, :num_blocks].copy_(tables.view(num_rows, num_blocks))
         return _SequenceTables(
             starts=self._starts[: num_rows + 1],
             lengths=self._lengths[:num_rows],

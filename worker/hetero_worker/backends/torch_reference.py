@@ -122,11 +122,11 @@ class TorchReference(TorchOperators):
 
     def bandwidth(self) -> float:
         """See `DeviceBackend.bandwidth`."""
-        return read_bandwidth(HOST, min(self._read_bytes, self.memory_bytes // 8))
+        return read_bandwidth(HOST, min(self._read_bytes, self.memory_bytes // 8), self.laps)
 
     def measure(self) -> Measurement:
         """Measure bandwidth and matrix products."""
-        return Measurement(self.bandwidth(), matmul_flops(HOST, self.dtypes, size=_MATRIX_SIZE))
+        return Measurement(self.bandwidth(), matmul_flops(HOST, self.dtypes, size=_MATRIX_SIZE, laps=self.laps))
 
     def laps(self, works: Sequence[Work]) -> list[float]:
         """See `DeviceBackend.laps`; work is done when the call returns."""

@@ -123,21 +123,15 @@ class QuantizedMatrix:
 
 def stacked(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     """Return the matrices stacked along rows, in the narrowest format that holds all of them."""
-    if len(matrices) == 1:
-        return matrices[0]
-    weights = reduce(WeightFormat.joined, (matrix.format for matrix in matrices))
-    parts = [matrix.in_format(weights) for matrix in matrices]
-    minima = [part.minima for part in parts if part.minima is not None]
-    return QuantizedMatrix(
-        weights,
-        torch.cat([part.values for part in parts]),
-        torch.cat([part.scales for part in parts]),
-        torch.cat(minima) if minima else None,
-    )
+    return _concatenated(matrices, dim=0)
 
 
 def side_by_side(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     """Return matrices of whole groups joined along their columns, in the narrowest format that holds all of them."""
+    return _concatenated(matrices, dim=1)
+
+
+def _concatenated(matrices: Sequence[QuantizedMatrix], *, dim: int) -> QuantizedMatrix:
     if len(matrices) == 1:
         return matrices[0]
     weights = reduce(WeightFormat.joined, (matrix.format for matrix in matrices))
@@ -145,9 +139,9 @@ def side_by_side(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     minima = [part.minima for part in parts if part.minima is not None]
     return QuantizedMatrix(
         weights,
-        torch.cat([part.values for part in parts], dim=1),
-        torch.cat([part.scales for part in parts], dim=1),
-        torch.cat(minima, dim=1) if minima else None,
+        torch.cat([part.values for part in parts], dim=dim),
+        torch.cat([part.scales for part in parts], dim=dim),
+        torch.cat(minima, dim=dim) if minima else None,
     )
 
 

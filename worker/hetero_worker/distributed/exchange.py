@@ -17,7 +17,7 @@ In a group of CPU ranks it is the Exchange, too. With GPU ranks the Exchange is 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import torch
@@ -75,10 +75,15 @@ class Traffic:
     """Rounds of the group or a subgroup that had something to share, by any rank."""
     messages: int = 0
     """Tensors that this rank sent over links, without empty ones."""
+    seconds: float = field(default=0.0, compare=False)
+    """Seconds in calls of the exchange: bytes moved, sums, and waits for other ranks."""
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
-            self.published_bytes + other.published_bytes, self.rounds + other.rounds, self.messages + other.messages
+            self.published_bytes + other.published_bytes,
+            self.rounds + other.rounds,
+            self.messages + other.messages,
+            self.seconds + other.seconds,
         )
 
     def __sub__(self, earlier: Traffic) -> Traffic:
@@ -86,6 +91,7 @@ class Traffic:
             self.published_bytes - earlier.published_bytes,
             self.rounds - earlier.rounds,
             self.messages - earlier.messages,
+            self.seconds - earlier.seconds,
         )
 
 

@@ -19,6 +19,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Final
@@ -58,6 +59,8 @@ class GlooWaits:
         self.timeout_s = timeout_s
         self._aborted_elsewhere = aborted
         self._aborted = False
+        self.waited_s = 0.0
+        """Seconds of waits so far."""
 
     def abort(self) -> None:
         """Make a blocked or later wait raise ExchangeAborted."""
@@ -77,6 +80,13 @@ class GlooWaits:
 
         Raises ExchangeAborted, ExchangeError.
         """
+        began_s = time.monotonic()
+        try:
+            return self._await(work, deadline)
+        finally:
+            self.waited_s += time.monotonic() - began_s
+
+    def _await(self, work: dist.Work, deadline: float) -> bool:
         while not work.is_completed():
             with contextlib.suppress(RuntimeError):  # the poll's own timeout, or a failure that is raised below
                 work.wait(_POLL)
@@ -251,7 +261,7 @@ class GlooExchange(GroupedExchange):
     @property
     def traffic(self) -> Traffic:
         """Amount that this rank has moved so far."""
-        return self._counter.total
+        return replace(self._counter.total, seconds=self._waits.waited_s)
 
     def send(self, tensor: torch.Tensor, link: Link) -> None:
         """Send over a link, as Exchange.send."""

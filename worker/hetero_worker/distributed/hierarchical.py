@@ -25,7 +25,7 @@ of the MLP, and takes in each helper's sum as soon as it arrives. Only the add w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, cast
 
 import torch
 
@@ -33,6 +33,7 @@ from hetero_worker.distributed.device_group import DeviceGroup
 from hetero_worker.distributed.exchange import (
     SENT,
     Arrived,
+    Exchange,
     HostExchange,
     LocalExchange,
     PendingSend,
@@ -233,6 +234,12 @@ class _MixedSum:
             on_host = pending.wait()
             host.all_reduce(on_host, contributors)
             staging.to_device(on_host, part, after=begun)
+
+
+def exchange_seconds(exchange: Exchange) -> float:
+    """Return the seconds that this rank has spent in its host exchange so far. From any thread."""
+    host = exchange.host if isinstance(exchange, HierarchicalExchange) else cast("HostExchange", exchange)
+    return host.traffic.seconds
 
 
 def _slices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -88,7 +88,8 @@ class NativeRank(ABC):
     @property
     def traffic(self) -> Traffic:
         """Amount that this rank has moved so far."""
-        return Traffic(self.state.published_bytes, self.state.rounds, self.state.messages)
+        state = self.state
+        return Traffic(state.published_bytes, state.rounds, state.messages, seconds=state.busy_ns * 1e-9)
 
     def check_open(self) -> None:
         """Raise ExchangeAborted or PeerLost if the exchange has ended."""

@@ -317,7 +317,7 @@ static void add_up(const hx_group *group, const hx_route *route, uint8_t *out, u
         hx_sum(route->dtype, out, terms, num_terms, bytes / ELEMENT_BYTES[route->dtype]);
 }
 
-EXPORT int hx_share(hx_group *group, const hx_route *route, void *data)
+static int share(hx_group *group, const hx_route *route, void *data)
 {
     uint64_t self = UINT64_C(1) << group->own;
     if (ended(group->rank))
@@ -340,6 +340,19 @@ EXPORT int hx_share(hx_group *group, const hx_route *route, void *data)
         group->offset += bytes;
     }
     return end_message(group);
+}
+
+/* Counts the time of a call of this rank that began at `began_ns`, and returns the call's result. */
+static inline int timed(hx_rank *rank, uint64_t began_ns, int result)
+{
+    rank->busy_ns += now_ns() - began_ns;
+    return result;
+}
+
+EXPORT int hx_share(hx_group *group, const hx_route *route, void *data)
+{
+    uint64_t began_ns = now_ns();
+    return timed(group->rank, began_ns, share(group, route, data));
 }
 
 /* Returns how many bytes of a seat's part lie in the current slice. */
@@ -365,7 +378,7 @@ static int read_parts(hx_group *group, const hx_gathering *gathering, uint8_t *o
     return HX_DONE;
 }
 
-EXPORT int hx_gather(hx_group *group, const hx_gathering *gathering, const void *mine, void *out)
+static int gather(hx_group *group, const hx_gathering *gathering, const void *mine, void *out)
 {
     if (ended(group->rank))
         return HX_ENDED;
@@ -383,6 +396,12 @@ EXPORT int hx_gather(hx_group *group, const hx_gathering *gathering, const void 
         group->offset += group->rank->area_bytes;
     }
     return end_message(group);
+}
+
+EXPORT int hx_gather(hx_group *group, const hx_gathering *gathering, const void *mine, void *out)
+{
+    uint64_t began_ns = now_ns();
+    return timed(group->rank, began_ns, gather(group, gathering, mine, out));
 }
 
 /* ---- Links ---------------------------------------------------------------------------------------------------- */
@@ -404,7 +423,7 @@ static inline uint64_t messages_of(const hx_link *link, uint64_t bytes)
     return (bytes + link->rank->area_bytes - 1) / link->rank->area_bytes;
 }
 
-EXPORT int hx_send(hx_link *link, const void *data, uint64_t bytes)
+static int send_tensor(hx_link *link, const void *data, uint64_t bytes)
 {
     hx_rank *rank = link->rank;
     uint64_t receivers = receivers_of(link);
@@ -427,7 +446,13 @@ EXPORT int hx_send(hx_link *link, const void *data, uint64_t bytes)
     return HX_DONE;
 }
 
-EXPORT int hx_receive(hx_link *link, void *out, uint64_t bytes)
+EXPORT int hx_send(hx_link *link, const void *data, uint64_t bytes)
+{
+    uint64_t began_ns = now_ns();
+    return timed(link->rank, began_ns, send_tensor(link, data, bytes));
+}
+
+static int receive_tensor(hx_link *link, void *out, uint64_t bytes)
 {
     hx_rank *rank = link->rank;
     if (ended(rank))
@@ -446,6 +471,12 @@ EXPORT int hx_receive(hx_link *link, void *out, uint64_t bytes)
     return HX_DONE;
 }
 
+EXPORT int hx_receive(hx_link *link, void *out, uint64_t bytes)
+{
+    uint64_t began_ns = now_ns();
+    return timed(link->rank, began_ns, receive_tensor(link, out, bytes));
+}
+
 EXPORT int hx_free(const hx_link *link, uint64_t last)
 {
     uint64_t needed = last > HX_LINK_DEPTH ? last - HX_LINK_DEPTH : 0;
@@ -459,7 +490,8 @@ EXPORT int hx_arrived(hx_link *link, uint64_t bytes)
 {
     if (ended(link->rank))
         return HX_ENDED;
-    return await_seats(link->rank, &link->sent, 1, link->number + messages_of(link, bytes), &link->late);
+    uint64_t began_ns = now_ns(), last = link->number + messages_of(link, bytes);
+    return timed(link->rank, began_ns, await_seats(link->rank, &link->sent, 1, last, &link->late));
 }
 
 EXPORT int hx_pass(hx_link *link, uint64_t bytes)

@@ -48,6 +48,7 @@ typedef struct {
     uint64_t nap_ns;     /* and returns HX_WAITING at nap_ns */
     _Atomic uint64_t closed;
     uint64_t published_bytes, rounds, messages; /* traffic, counted here */
+    uint64_t busy_ns; /* that calls took: bytes moved, sums, and waits */
 } hx_rank;
 
 /* Rounds of a group or subgroup. A seat is a rank's place among `ranks`, which ascend. */
@@ -142,7 +143,7 @@ typedef struct {
     _Atomic uint64_t word;          /* end word of this rank: its own, or one that came over a control */
     _Atomic uint64_t closed;
     uint64_t deaf;                  /* state: ranks whose controls are at their end */
-    uint64_t published_bytes, rounds, messages;
+    uint64_t published_bytes, rounds, messages, busy_ns;
 } hx_tcp_rank;
 
 /* Rounds of a group or subgroup, as hx_group. */

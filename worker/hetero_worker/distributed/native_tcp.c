@@ -193,7 +193,7 @@ static void doze(hx_tcp_rank *rank, pass *now, uint64_t for_ns)
     }
 }
 
-static int complete(hx_tcp_rank *rank, work advance, void *call)
+static int complete_untimed(hx_tcp_rank *rank, work advance, void *call)
 {
     pass now;
     uint64_t began_ns = 0, idle_ns = 0;
@@ -223,6 +223,14 @@ static int complete(hx_tcp_rank *rank, work advance, void *call)
         else
             doze(rank, &now, rank->nap_ns - (time_ns - began_ns));
     }
+}
+
+static int complete(hx_tcp_rank *rank, work advance, void *call)
+{
+    uint64_t began_ns = now_ns();
+    int result = complete_untimed(rank, advance, call);
+    rank->busy_ns += now_ns() - began_ns;
+    return result;
 }
 
 /* ---- Rounds --------------------------------------------------------------------------------------------------- */

@@ -23,7 +23,10 @@ class PagedKeys:
     """A layer's cache, and the blocks of a launch's sequences."""
 
     keys: torch.Tensor
-    """[slots, kv_heads, head_dim]; `values` has the same shape and strides, the last stride is 1."""
+    """[slots, kv_heads, head_dim]; `values` has the same shape and strides, the last stride is 1.
+
+    Of any type of floats: elements become numbers of the queries' type where they are read.
+    """
     values: torch.Tensor
     block_size: int
     tables: torch.Tensor
@@ -78,6 +81,17 @@ def with_sink(total, maximum, sinks, head, is_lane, has_sinks: tl.constexpr):  #
 
 
 @triton.jit
+def blocks_of_tile(table, start, begin, end, block_size: tl.constexpr, tile: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the blocks of a tile's tokens, int32 [tile]; of tokens outside of [begin, end), 0.
+
+    Loops load those of the next tile: addresses that are known an iteration ahead let keys and values of two tiles be
+    on their way at a time.
+    """
+    tokens = start + tl.arange(0, tile)
+    return tl.load(table + tokens // block_size, mask=(tokens >= begin) & (tokens < end), other=0)
+
+
+@triton.jit
 def fold(  # type: ignore[no-untyped-def]
     queries,
     accumulated,
@@ -90,7 +104,7 @@ def fold(  # type: ignore[no-untyped-def]
     last_seen,
     keys,
     values,
-    table,
+    blocks,
     slot_stride,
     factor,
     cap_factor,
@@ -102,18 +116,18 @@ def fold(  # type: ignore[no-untyped-def]
 ):
     """Add one KV head's tile of tokens from `start` on, as far as it lies in [begin, end), to the running sums.
 
+    `blocks` are those of the tile's tokens.
     A lane sees tokens first_seen..last_seen. Over the tokens so far, `maximum` is the largest score, `total` the sum of
     weights 2^(score - maximum), and `accumulated` the sum of weighted values. Returns accumulated, maximum and total.
     """
     tokens = start + tl.arange(0, tile)
     is_read = (tokens >= begin) & (tokens < end)
-    blocks = tl.load(table + tokens // block_size, mask=is_read, other=0)
     slots = blocks.to(tl.int64) * block_size + tokens % block_size
     dims = tl.arange(0, padded_dim)
     offsets = slots[:, None] * slot_stride + dims[None, :]
     is_element = is_read[:, None] & (dims[None, :] < head_dim)
-    key = tl.load(keys + offsets, mask=is_element, other=0.0)
-    value = tl.load(values + offsets, mask=is_element, other=0.0)
+    key = tl.load(keys + offsets, mask=is_element, other=0.0).to(queries.dtype)
+    value = tl.load(values + offsets, mask=is_element, other=0.0).to(queries.dtype)
     scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * factor
     if has_cap:
         # Beyond 15, tanh is 1 in float32, and exp(2x) must not overflow.

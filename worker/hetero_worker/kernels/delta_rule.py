@@ -3,6 +3,7 @@
 One launch computes the convolution, a program for some channels of a sequence; the other one the rule and what follows
 it, a program for a value head, which keeps the head's matrix in registers. All arithmetic is in float32, and a program
 does the same for each token: a row's bits do not depend on the batch, nor on where its sequence is cut into launches.
+So no launch is compiled for its number of tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _input(mixed, window, place, channel, num_earlier, inside, width, channels: 
     return old + new.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _convolve(  # type: ignore[no-untyped-def]
     mixed, convolution, windows, out, slots, lengths, num_tokens, width,
     channels: tl.constexpr, taps: tl.constexpr, block: tl.constexpr,
@@ -86,7 +87,7 @@ def _unit(x):  # type: ignore[no-untyped-def]
     return x * tl.rsqrt(tl.sum(x * x, axis=0) + _KEY_EPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _rule(  # type: ignore[no-untyped-def]
     mixed, convolved, gates, decays, decay_biases, norm, matrices, out, slots, lengths, num_tokens, eps, scale,
     key_heads: tl.constexpr, group: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
@@ -139,7 +140,7 @@ def convolve(mixed: torch.Tensor, convolution: torch.Tensor, states: SequenceSta
     sequences = states.slots, states.lengths, states.num_tokens
     _convolve[grid](
         mixed, convolution, states.windows, out, *sequences, width,
-        channels=channels, taps=taps, block=block, num_warps=max(1, block // _CHANNELS_PER_WARP),
+        channels=channels, taps=taps, block=block, num_warps=max(1, block // _CHANNELS_PER_WARP), enable_fp_fusion=True,
     )  # fmt: skip
     return out
 
@@ -169,5 +170,5 @@ def update_states(
         mixed, convolved, gates, decay, decay_bias, norm, states.matrices, out,
         states.slots, states.lengths, states.num_tokens, eps, key_dim**-0.5,
         key_heads=key_heads, group=heads // key_heads, key_dim=key_dim, value_dim=value_dim,
-        tile_keys=tiles[0], tile_values=tiles[1], num_warps=warps,
+        tile_keys=tiles[0], tile_values=tiles[1], num_warps=warps, enable_fp_fusion=True,
     )  # fmt: skip

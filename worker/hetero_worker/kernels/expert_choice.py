@@ -49,6 +49,8 @@ class RouterWeights:
     """float32 [experts], added to scores for the choice only; None: nothing is."""
     factors: torch.Tensor | None = None
     """float32 [experts]: of experts' shares; None: there are none."""
+    by_share: bool = False
+    """Whether choices are in the order of their shares, the largest first, in place of that of the choice."""
 
 
 def fixed_sums(terms: torch.Tensor) -> torch.Tensor:
@@ -99,7 +101,10 @@ def router_logits(hidden: torch.Tensor, router: RouterWeights) -> torch.Tensor:
 
 
 def choose(logits: torch.Tensor, router: RouterWeights) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the chosen experts' numbers, best first, and their shares, [tokens, chosen] each, by `router_logits`."""
+    """Return the chosen experts' numbers, best first, and their shares, [tokens, chosen] each, by `router_logits`.
+
+    If the router orders them by share, the best have the largest shares.
+    """
     routing, number = router.experts.routing, router.experts.per_token
     if router.bias is not None:
         logits = logits + router.bias
@@ -117,7 +122,12 @@ def choose(logits: torch.Tensor, router: RouterWeights) -> tuple[torch.Tensor, t
     if total is not None:
         shares = shares / fixed_sums(total).unsqueeze(1)
     shares = shares * routing.scale
-    return chosen, shares if router.factors is None else shares * router.factors[chosen]
+    if router.factors is not None:
+        shares = shares * router.factors[chosen]
+    if router.by_share:
+        order = best_first(shares, number)
+        chosen, shares = chosen.gather(1, order), shares.gather(1, order)
+    return chosen, shares
 
 
 def best_first(scores: torch.Tensor, number: int) -> torch.Tensor:

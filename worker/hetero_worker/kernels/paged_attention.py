@@ -11,6 +11,9 @@ adds up the splits' partial sums. The number of splits changes the order of addi
 Tokens that no lane of a program sees are never read. Shapes are compile-time constants; lengths, tables, windows and
 the number of splits are not, because compiling a kernel while requests wait costs them a second. No launch waits, and
 all of them can be captured into a graph.
+
+Two tiles of keys and values are on their way while a third is computed (three stages, `blocks_of_tile`). Programs of
+one row's KV heads follow one another, for they read the same blocks.
 """
 
 from __future__ import annotations
@@ -21,14 +24,19 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_worker.kernels.attention_tiles import PagedKeys, Scoring, Tile, fold, with_sink
+from hetero_worker.kernels.attention_tiles import PagedKeys, Scoring, Tile, blocks_of_tile, fold, with_sink
 
 _ALL: Final = 2**31 - 1
 """Window of a layer without one."""
 _LEAST_LANES: Final = 16
 """Rows of the smallest product of tensor cores."""
+_STAGES: Final = 3
+_MOST_LANES_PER_WARP: Final = 8
+_LEAST_WARPS: Final = 4
 MAX_SPLITS: Final = 64
 """Most splits of a decode row: as many as one program adds up at once."""
+LEAST_SPLIT_TOKENS: Final = 128
+"""A shorter split costs more, in partial sums that are written and read, than it saves; short rows have fewer."""
 
 
 @triton.jit(do_not_specialize=["window", "num_splits", "table_stride"])
@@ -59,13 +67,13 @@ def _decode(  # type: ignore[no-untyped-def]
     group: tl.constexpr,
     lanes: tl.constexpr,
     tile: tl.constexpr,
-    is_split: tl.constexpr,
+    least_tiles: tl.constexpr,
     has_cap: tl.constexpr,
     has_sinks: tl.constexpr,
 ):
-    """Attend to the split's share of the row's tiles; program (row, KV head, split)."""
-    row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    """Attend to the split's share of the row's tiles, `least_tiles` at least; program (KV head, row, split)."""
+    kv_head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     lane = tl.arange(0, lanes)
     dims = tl.arange(0, padded_dim)
@@ -77,7 +85,7 @@ def _decode(  # type: ignore[no-untyped-def]
     length = tl.load(lengths + row)
     begin = tl.maximum(length - window, 0)
     first_tile = begin // tile
-    share = tl.cdiv(tl.cdiv(length, tile) - first_tile, num_splits)
+    share = tl.maximum(tl.cdiv(tl.cdiv(length, tile) - first_tile, num_splits), least_tiles)
     first_tile += split * share
     end = tl.minimum((first_tile + share) * tile, length)
     first_seen = tl.full([lanes], 0, tl.int32) + begin
@@ -85,7 +93,10 @@ def _decode(  # type: ignore[no-untyped-def]
     accumulated = tl.zeros([lanes, padded_dim], tl.float32)
     maximum = tl.full([lanes], float("-inf"), tl.float32)
     total = tl.zeros([lanes], tl.float32)
+    table = tables + row * table_stride
+    blocks = blocks_of_tile(table, first_tile * tile, begin, end, block_size, tile)
     for start in range(first_tile * tile, end, tile):
+        next_blocks = blocks_of_tile(table, start + tile, begin, end, block_size, tile)
         accumulated, maximum, total = fold(
             queries,
             accumulated,
@@ -98,7 +109,7 @@ def _decode(  # type: ignore[no-untyped-def]
             last_seen,
             keys + kv_head * head_stride,
             values + kv_head * head_stride,
-            tables + row * table_stride,
+            blocks,
             slot_stride,
             factor,
             cap_factor,
@@ -108,8 +119,9 @@ def _decode(  # type: ignore[no-untyped-def]
             tile,
             has_cap,
         )
-    if is_split:
-        place = (row * tl.num_programs(1) * group + head) * num_splits + split
+        blocks = next_blocks
+    if num_splits > 1:
+        place = (row * tl.num_programs(0) * group + head) * num_splits + split
         tl.store(partial_maxima + place, maximum, mask=lane < group)
         tl.store(partial_totals + place, total, mask=lane < group)
         tl.store(
@@ -219,7 +231,10 @@ def _spans(  # type: ignore[no-untyped-def]
         accumulated = tl.zeros([lanes, padded_dim], tl.float32)
         maximum = tl.full([lanes], float("-inf"), tl.float32)
         total = tl.zeros([lanes], tl.float32)
+        table = tables + span.to(tl.int64) * table_stride
+        blocks = blocks_of_tile(table, begin // tile * tile, begin, end, block_size, tile)
         for start in range(begin // tile * tile, end, tile):
+            next_blocks = blocks_of_tile(table, start + tile, begin, end, block_size, tile)
             accumulated, maximum, total = fold(
                 queries,
                 accumulated,
@@ -232,7 +247,7 @@ def _spans(  # type: ignore[no-untyped-def]
                 last_seen,
                 keys + kv_head * head_stride,
                 values + kv_head * head_stride,
-                tables + span.to(tl.int64) * table_stride,
+                blocks,
                 slot_stride,
                 factor,
                 cap_factor,
@@ -242,6 +257,7 @@ def _spans(  # type: ignore[no-untyped-def]
                 tile,
                 has_cap,
             )
+            blocks = next_blocks
         total = with_sink(total, maximum, sinks, head, is_lane, has_sinks)
         accumulated = accumulated / tl.where(total > 0.0, total, 1.0)[:, None]
         tl.store(
@@ -265,7 +281,8 @@ def attend_decode(
     shape = (num_rows, num_heads, num_splits) if num_splits > 1 else (0,)
     maxima = query.new_empty(shape, dtype=torch.float32)
     totals, sums = torch.empty_like(maxima), maxima.new_empty((*shape, head_dim))
-    _decode[(num_rows, num_kv_heads, num_splits)](
+    tile = _tile(query, paged).tokens
+    _decode[(num_kv_heads, num_rows, num_splits)](
         query,
         paged.keys,
         paged.values,
@@ -285,12 +302,12 @@ def attend_decode(
         block_size=paged.block_size,
         group=group,
         lanes=max(_LEAST_LANES, triton.next_power_of_2(group)),
-        tile=Tile.of(head_dim, query.element_size()).tokens,
-        is_split=num_splits > 1,
+        tile=tile,
+        least_tiles=LEAST_SPLIT_TOKENS // tile,
         has_cap=scoring.soft_cap is not None,
         has_sinks=scoring.sinks is not None,
         num_warps=4,
-        num_stages=2,
+        num_stages=_STAGES,
         enable_fp_fusion=True,
     )
     if num_splits > 1:
@@ -329,7 +346,7 @@ def attend_spans(
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = paged.keys.shape[1]
     group = num_heads // num_kv_heads
-    tile = Tile.of(head_dim, query.element_size())
+    tile = _tile(query, paged)
     lanes = max(tile.lanes, triton.next_power_of_2(group))
     _spans[(triton.cdiv(longest, lanes // group), len(starts) - 1 - first_span, num_kv_heads)](
         query,
@@ -352,10 +369,14 @@ def attend_spans(
         tile=tile.tokens,
         has_cap=scoring.soft_cap is not None,
         has_sinks=scoring.sinks is not None,
-        num_warps=4,
-        num_stages=2,
+        num_warps=max(_LEAST_WARPS, lanes // _MOST_LANES_PER_WARP),
+        num_stages=_STAGES,
         enable_fp_fusion=True,
     )
+
+
+def _tile(query: torch.Tensor, paged: PagedKeys) -> Tile:
+    return Tile.of(query.shape[2], max(query.element_size(), paged.keys.element_size()))
 
 
 def _strides(query: torch.Tensor, out: torch.Tensor, paged: PagedKeys) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ _TILE_ELEMENTS: Final = 512
 """Elements of one program in each half of its heads."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _rotate(  # type: ignore[no-untyped-def]
     qkv,
     cos,

@@ -158,7 +158,7 @@ def _best_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ids + place, winner)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ids_stride", "n"])
 def _noise_kernel(keys, ids, ids_stride, out, n, block_size: tl.constexpr):  # type: ignore[no-untyped-def]
     draw = tl.program_id(0)
     places = tl.program_id(1) * block_size + tl.arange(0, block_size)

@@ -68,14 +68,8 @@ class ShardedEmbedding:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors of the loaded rows; none if a kernel has packed them."""
-        match self._table:
-            case _FloatRows():
-                return (self._table.weight,)
-            case QuantizedRows():
-                return self._table.tensors
-            case _:
-                return ()
+        """All tensors of the loaded rows, except memory of a kernel's own."""
+        return (self._table.weight,) if isinstance(self._table, _FloatRows) else tuple(self._table.tensors)
 
     def load(
         self,

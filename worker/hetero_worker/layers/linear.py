@@ -61,7 +61,7 @@ class ShardedLinear:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors of the loaded weights, except those that a kernel has packed and those of a tied layer."""
+        """All tensors of the loaded weights, except memory of a kernel's own and tensors of a tied layer."""
         return self._tensors
 
     @property
@@ -78,7 +78,6 @@ class ShardedLinear:
         self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
     ) -> None:
         """Read and pack this rank's slices. Raises ModelError."""
-        self._tensors = ()
         weights_here = [checkpoint.located(part) for part in self._weights]
         runs = _runs(weights_here, checkpoint, kernel)
         packed = [
@@ -92,6 +91,7 @@ class ShardedLinear:
                 checkpoint.measure_loss(part, weights or floats_dtype(checkpoint, parts, dtype, kernel))
         heights = [sum(part.shape[0] for part in parts) for _, parts in runs]
         self._packed = packed[0] if len(packed) == 1 else JoinedWeights(packed, heights)
+        self._tensors = tuple(self._packed.tensors)
         if self._biases:
             self._bias = torch.empty(self.shape[0], dtype=dtype, device=device)
             checkpoint.read_all(self._biases, self._bias)
@@ -116,8 +116,6 @@ class ShardedLinear:
         else:
             weight = torch.empty(shape, dtype=stored, device=device)
         read_floats(checkpoint, parts, weight)
-        if not kernel.copies_weight:
-            self._tensors = (*self._tensors, weight)
         return kernel.pack(weight)
 
     def tie(self, packed: PackedWeight) -> None:
@@ -162,6 +160,11 @@ class JoinedWeights(PackedWeight):
     def parts(self) -> Sequence[PackedWeight]:
         """See `PackedWeight.parts`."""
         return self._parts
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """See `PackedWeight.tensors`."""
+        return tuple(tensor for part in self._parts for tensor in part.tensors)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
         """Return the parts' outputs, joined: [rows, out] of x [rows, in]."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -39,6 +39,11 @@ class PackedWeight(ABC):
         """Weights that it is made of, in the order of their rows."""
         return (self,)
 
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """Tensors that hold the weight; none of them if its kernel keeps it in memory that does not sleep."""
+        return ()
+
     @abstractmethod
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
         """Return x · Wᵀ + b, contiguous [rows, out], of x [rows, in]."""
@@ -61,6 +66,10 @@ class PackedHeads(ABC):
     @abstractmethod
     def __call__(self, x: torch.Tensor, out: torch.Tensor, /) -> None:
         """Write x · Wᵀ of each head to `out` [rows, heads, out], of x [rows, heads, in]; elements lie side by side."""
+
+
+LateSum = Callable[[], torch.Tensor]
+"""Returns a sum of experts, [tokens, hidden], which may be computed by then or not; called once."""
 
 
 class PackedMlp(NamedTuple):
@@ -86,6 +95,15 @@ class PackedExperts(ABC):
         `chosen` is int64 and `shares` float32 [tokens, experts a token]. Experts that are not held add nothing.
         """
 
+    @abstractmethod
+    def in_two(
+        self, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, /, *, late: int
+    ) -> tuple[torch.Tensor, LateSum]:
+        """Return the sum without each token's last `late` choices, and a function that returns the sum of these.
+
+        A row's bits do not depend on the other rows. The tensors must not change until the function was called.
+        """
+
 
 class LinearKernel(ABC):
     """A way to multiply with a weight. The defaults describe a kernel that wants weights of its inputs' type."""
@@ -104,6 +122,10 @@ class LinearKernel(ABC):
     def layout(self) -> str:
         """Everything but the matrix that the bytes of a packed quantised weight depend on; "": they cannot be kept."""
         return ""
+
+    def beside_steps(self) -> LinearKernel:
+        """Return a kernel that packs the same on another thread, while this one multiplies."""
+        return self
 
     @abstractmethod
     def pack(self, weight: torch.Tensor) -> PackedWeight:
@@ -127,10 +149,12 @@ class LinearKernel(ABC):
         *,
         shared: PackedMlp | None,  # noqa: ARG002
         counts: torch.Tensor,  # noqa: ARG002
+        loaded: Sequence[PackedMlp],  # noqa: ARG002
     ) -> PackedExperts | None:
         """Return a layer's experts, none of them held yet, or None if they are computed one by one.
 
-        `shared` is added for all tokens. `counts`, int64 [experts], grow by the tokens that choose held experts.
+        `shared` is added for all tokens. `counts`, int64 [experts] on the weights' device, grow by the tokens that
+        choose held experts. `loaded`: all that are to be held first.
         """
         return None
 
@@ -154,7 +178,7 @@ class PlainKernel(LinearKernel):
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
         """Return a product with the weight [out, in] as it is."""
-        return _TorchWeight(weight)
+        return TorchWeight(weight)
 
 
 class RowKernel(LinearKernel):
@@ -171,15 +195,31 @@ class RowKernel(LinearKernel):
         return HeadsByRow(weight)
 
 
-class _TorchWeight(PackedWeight):
+class TorchWeight(PackedWeight):
+    """A weight [out, in] of floats as it is, multiplied by torch."""
+
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight
 
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """See `PackedWeight.tensors`."""
+        return (self._weight,)
+
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
+        """Return x · Wᵀ + b, contiguous [rows, out], of x [rows, in]."""
         return F.linear(x, self._weight, bias)
 
+    def embed(self, ids: torch.Tensor, *, first: int = 0, scale: float = 1.0) -> torch.Tensor:
+        """See `PackedWeight.embed`."""
+        local = ids - first
+        foreign = (local < 0) | (local >= len(self._weight))
+        found = F.embedding(local.masked_fill_(foreign, 0), self._weight)
+        found.masked_fill_(foreign.unsqueeze(1), 0.0)
+        return found if scale == 1.0 else found.mul_(scale)
 
-class _WeightByRow(_TorchWeight):
+
+class _WeightByRow(TorchWeight):
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
         out = x.new_empty(len(x), len(self._weight))
         for row, result in zip(x, out, strict=True):

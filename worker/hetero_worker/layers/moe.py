@@ -33,7 +33,7 @@ from hetero_worker.kernels.expert_choice import RouterWeights
 from hetero_worker.layers.blocks import GatedMlp, layer_norm
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear import expert_down_linear, expert_gate_up_linear, packed_mlp
-from hetero_worker.layers.linear_kernels import FLOAT_TYPES, LinearKernel, PackedExperts, PackedMlp
+from hetero_worker.layers.linear_kernels import FLOAT_TYPES, LateSum, LinearKernel, PackedExperts, PackedMlp
 from hetero_worker.layers.norm import ResidualStream, RmsNorm
 from hetero_worker.memory.streams import HOST
 
@@ -52,11 +52,13 @@ class ExpertMlp:
         shared: GatedMlp | None = None,
         make_router: MakeRouter | None = None,
         ops: FusedOps = PLAIN_OPS,
+        late: int = 0,
     ) -> None:
         """`own` are the numbers of this rank's experts, at least one, in any order; `columns` what it holds of each.
 
         `columns` None: they are whole. `shared` is the rank's part of the expert of all tokens, with the same norm
-        unless the model has another for experts. Raises PlanError if the layer is dense.
+        unless the model has another for experts. `late`: number of a token's choices, those with the least shares,
+        whose sum `in_two` returns apart. Raises PlanError if the layer is dense.
         """
         if config.experts is None or layer not in config.experts.layers:
             raise PlanError(f"the plan deals experts of layer {layer}, which is dense")
@@ -70,7 +72,8 @@ class ExpertMlp:
         self._columns = columns
         self._shared = shared
         self._ops = ops
-        make_router = make_router or partial(Router, ops=ops)
+        self._late = late
+        make_router = make_router or partial(Router, ops=ops, by_share=bool(late))
         self._router = make_router(config.experts, self._prefix, config.hidden_size, norm)
         self._device = HOST
         self._counts = torch.zeros(config.experts.number, dtype=torch.int64)
@@ -122,7 +125,13 @@ class ExpertMlp:
             expert.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
         is_joined = not self._adds_apart and not self._shape.has_shared_gate
         shared = self._shared.packed if self._shared is not None and is_joined else None
-        self._joined = kernel.join_experts(self._shape, self._config.activation, shared=shared, counts=self._counts)
+        self._counts = torch.zeros(self._shape.number, dtype=torch.int64, device=device)
+        loaded = [expert.packed for expert in self._experts.values()]
+        self._joined = kernel.join_experts(
+            self._shape, self._config.activation, shared=shared, counts=self._counts, loaded=loaded
+        )
+        if self._joined is None:
+            self._counts = self._counts.cpu()
         self.hold(self._experts)
 
     def read(
@@ -143,6 +152,10 @@ class ExpertMlp:
         # One by one, an expert's tokens begin at its number's position and end at the next number's.
         self._bounds = torch.tensor([(number, number + 1) for number in self._experts], device=self._device)
         self._counts.zero_()
+        self.rejoin()
+
+    def rejoin(self) -> None:
+        """Compute with the held experts' weights where they lie now: those that slept lie elsewhere."""
         if self._joined is not None:
             self._joined.hold({number: expert.packed for number, expert in self._experts.items()})
 
@@ -163,6 +176,36 @@ class ExpertMlp:
         """Return the partial sum [tokens, hidden] of this rank's experts and its part of the shared one."""
         return self.of_stream(ResidualStream(hidden))
 
+    def in_two(self, hidden: torch.Tensor) -> tuple[torch.Tensor, LateSum]:
+        """Return the partial sum [tokens, hidden] without each token's `late` choices, and that of these.
+
+        Raises ValueError if the model's experts add up apart: their sum is normed, and cannot come in two.
+        """
+        if self._adds_apart:
+            raise ValueError("sums of experts that are normed do not come in two")
+        normed = self._norm(hidden)
+        chosen, shares = self._router(hidden)
+        if self._joined is None:
+            return self._one_by_one_in_two(normed, chosen, shares)
+        total, late = self._joined.in_two(normed, chosen, shares, late=self._late)
+        if self._shared is not None and self._shape.has_shared_gate:
+            self._ops.add(total, self._shared.of_normed(normed))
+        return total, late
+
+    def _one_by_one_in_two(
+        self, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
+    ) -> tuple[torch.Tensor, LateSum]:
+        early, late = slice(None, -self._late), slice(-self._late, None)
+        total = torch.zeros_like(normed) if self._shared is None else self._shared.of_normed(normed)
+        self._add_one_by_one(total, normed, chosen[:, early], shares[:, early])
+
+        def add_late() -> torch.Tensor:
+            late_sum = torch.zeros_like(normed)
+            self._add_one_by_one(late_sum, normed, chosen[:, late], shares[:, late])
+            return late_sum
+
+        return total, add_late
+
     def of_stream(self, stream: ResidualStream) -> torch.Tensor:
         """Return the partial sum [tokens, hidden] of the residual stream.
 
@@ -174,7 +217,7 @@ class ExpertMlp:
             return self._two_sums(normed, hidden)
         if self._joined is None:
             total = torch.zeros_like(hidden) if self._shared is None else self._shared.of_normed(normed)
-            self._add_one_by_one(total, normed, hidden)
+            self._add_one_by_one(total, normed, *self._router(hidden))
             return total
         total = self._joined(normed, *self._router(hidden))
         if self._shared is not None and self._shape.has_shared_gate:
@@ -187,12 +230,14 @@ class ExpertMlp:
         if self._joined is not None:
             return self._ops.beside(of_all, self._joined(normed, *self._router(hidden)))
         of_experts = torch.zeros_like(hidden)
-        self._add_one_by_one(of_experts, normed, hidden)
+        self._add_one_by_one(of_experts, normed, *self._router(hidden))
         return self._ops.beside(of_all, of_experts)
 
-    def _add_one_by_one(self, total: torch.Tensor, normed: torch.Tensor, hidden: torch.Tensor) -> None:
+    def _add_one_by_one(
+        self, total: torch.Tensor, normed: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> None:
         """Add this rank's experts to `total` [tokens, hidden], each for the tokens that chose it."""
-        for expert, rows, shares in self._assignments(*self._router(hidden)):
+        for expert, rows, shares in self._assignments(chosen, weights):
             result = expert(normed.index_select(0, rows))
             total.index_add_(0, rows, result.mul_(shares.to(result.dtype)))
 
@@ -273,9 +318,17 @@ class Router:
     """Choice of each token's experts. Its weights are as wide as they are stored."""
 
     def __init__(
-        self, experts: ExpertsConfig, block: str, hidden_size: int, norm: RmsNorm, *, ops: FusedOps = PLAIN_OPS
+        self,
+        experts: ExpertsConfig,
+        block: str,
+        hidden_size: int,
+        norm: RmsNorm,
+        *,
+        ops: FusedOps = PLAIN_OPS,
+        by_share: bool = False,
     ) -> None:
-        """`block`: name of the layer's MLP."""
+        """`block`: name of the layer's MLP; `by_share`: as in `RouterWeights`."""
+        self._by_share = by_share
         names, number = experts.names, experts.number
         self._ops = ops
         self._experts = experts
@@ -316,7 +369,7 @@ class Router:
             checkpoint.read(source, others[name])
         own = others.pop("norm", None)
         norm = self._norm.weight if own is None else (own.double() / math.sqrt(len(own))).float()
-        self._loaded = RouterWeights(self._experts, weight, norm, self._norm.eps, **others)
+        self._loaded = RouterWeights(self._experts, weight, norm, self._norm.eps, **others, by_share=self._by_share)
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the chosen experts' numbers, best first, and their weights, [tokens, chosen] each.

@@ -11,6 +11,7 @@ A row's bits depend on that row alone: not on others, on how many there are, nor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -18,7 +19,14 @@ import torch
 from hetero_api.model_parts import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, ExpertsConfig
 from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
-from hetero_worker.layers.linear_kernels import LinearKernel, PackedExperts, PackedHeads, PackedMlp, PackedWeight
+from hetero_worker.layers.linear_kernels import (
+    LateSum,
+    LinearKernel,
+    PackedExperts,
+    PackedHeads,
+    PackedMlp,
+    PackedWeight,
+)
 from hetero_worker.memory.huge_pages import empty_on_huge_pages
 from hetero_worker.native.compute_library import (
     ACTIVATIONS,
@@ -36,6 +44,7 @@ from hetero_worker.native.compute_library import (
 )
 from hetero_worker.native.loading import address_of
 from hetero_worker.native.op_queue import OpQueue
+from hetero_worker.native.team import NativeTeam
 
 _EXACT: Final[dict[torch.dtype, tuple[torch.dtype, ...]]] = {
     torch.float32: (torch.float32, torch.bfloat16, torch.float16),
@@ -67,6 +76,10 @@ class NativeLinear(LinearKernel):
         """The name that `Loaded.kernels` reports."""
         return f"native ({self._op_queue.team.library.isa})"
 
+    def beside_steps(self) -> LinearKernel:
+        """Return a kernel on the calling thread alone: a team computes for one thread at a time."""
+        return NativeLinear(OpQueue(NativeTeam(self._op_queue.team.library, 1)), self._dtype)
+
     def storage(self, stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
         """Return the stored type if all of its numbers are numbers of `dtype`, else `dtype`."""
         return stored if stored in _EXACT[dtype] else dtype
@@ -80,7 +93,13 @@ class NativeLinear(LinearKernel):
         return NativeHeads(self._op_queue, [self.pack(head) for head in weight], self._dtype)
 
     def join_experts(
-        self, experts: ExpertsConfig, activation: Activation, *, shared: PackedMlp | None, counts: torch.Tensor
+        self,
+        experts: ExpertsConfig,
+        activation: Activation,
+        *,
+        shared: PackedMlp | None,
+        counts: torch.Tensor,
+        loaded: Sequence[PackedMlp],  # noqa: ARG002 - all of its weights are of one kind
     ) -> PackedExperts | None:
         """See `LinearKernel.join_experts`."""
         return NativeExperts(self._op_queue, experts, activation, shared=shared, counts=counts)
@@ -178,14 +197,43 @@ class NativeExperts(PackedExperts):
 
     def __call__(self, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, /) -> torch.Tensor:
         """See `PackedExperts.__call__`. Raises ValueError for tensors that are not contiguous or of other types."""
+        return self._submit(normed, chosen, shares, shared_columns=self._shared_columns)
+
+    def in_two(
+        self, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, /, *, late: int
+    ) -> tuple[torch.Tensor, LateSum]:
+        """See `PackedExperts.in_two`. Raises as a call does.
+
+        Few rows choose different experts: the late ones are computed when they are asked for. Of many rows, each expert
+        is chosen early by some and late by others. Its weights are read only once: both sums are computed at once.
+        """
+        (rows, width), per_token = normed.shape, self._shape.per_token
+        early = partial(self._submit, normed, chosen, shares, shared_columns=self._shared_columns, late=late)
+        if rows * per_token > self._shape.number:
+            late_sum = self._op_queue.empty(rows, width, dtype=normed.dtype)
+            return early(late_sum=late_sum), lambda: late_sum
+        return early(), partial(self._submit, normed, chosen, shares, shared_columns=0, skipped=per_token - late)
+
+    def _submit(
+        self,
+        normed: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        *,
+        shared_columns: int,
+        skipped: int = 0,
+        late: int = 0,
+        late_sum: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         if not all(x.is_contiguous() for x in (normed, chosen, shares)) or chosen.dtype != torch.int64:
             raise ValueError(f"experts take contiguous tensors, and numbers of torch.int64; these are {chosen.dtype}")
         (rows, width), dtype, shape = normed.shape, normed.dtype, self._shape
         y = self._op_queue.empty(rows, width, dtype=dtype)
         given = (FORMATS[dtype], self._activation, SWIGLU_ALPHA, SWIGLU_LIMIT, width)
-        op = experts_op(rows, *given, self._columns, self._shared_columns, shape.number, shape.per_token)
+        op = experts_op(rows, *given, self._columns, shared_columns, shape.number, shape.per_token)
         op.table, op.x, op.y = address_of(self._table), normed.data_ptr(), y.data_ptr()
         op.chosen, op.shares, op.counts = chosen.data_ptr(), shares.data_ptr(), self._counts.data_ptr()
+        op.skipped, op.late, op.late_y = skipped, late, _address(late_sum)
         op.scratch = self._op_queue.scratch(op)
         self._op_queue.submit(op, self, chosen)
         return y

@@ -225,7 +225,7 @@ class NativeOps:
             op.factors = _address(router.factors, torch.float32)
         op.experts, op.per_token, routing = shape.number, shape.per_token, shape.routing
         op.score, op.is_normalised, op.scale = _SCORES[routing.score], routing.normalised, routing.scale
-        op.groups, op.kept_groups = routing.groups, routing.kept_groups
+        op.groups, op.kept_groups, op.by_share = routing.groups, routing.kept_groups, router.by_share
         op.chosen, op.shares = chosen.data_ptr(), shares.data_ptr()
         op.scratch = self._op_queue.scratch(op)
         self._op_queue.submit(op, router)

@@ -1,4 +1,4 @@
-"""FusedOps and LinearKernel by our Triton kernels. Import it only where Triton is installed."""
+"""FusedOps by our Triton kernels. Import it only where Triton is installed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.attention.triton_delta import triton_delta_rule
 from hetero_worker.kernels import activations
 from hetero_worker.kernels.expert_choice import RouterWeights, choose
-from hetero_worker.kernels.matmul import linear
 from hetero_worker.kernels.norms import add_rms_norm, rms_norm
 from hetero_worker.kernels.rotary import CacheWrite, HeadNorms, rotate_and_write
 from hetero_worker.kernels.routing import router_logits
 from hetero_worker.layers.fused_ops import HeadWeights, PlainOps, RotatedHeads, kv_heads_of
 from hetero_worker.layers.invariant_ops import InvariantOps
-from hetero_worker.layers.linear_kernels import HeadsByRow, LinearKernel, PackedHeads, PackedWeight
 from hetero_worker.layers.rotary import Rotation
 
 
@@ -112,25 +110,3 @@ class InvariantTritonOps(TritonOps):
     def capped(self, logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
         """See `FusedOps.capped`."""
         return self._by_element.capped(logits, soft_cap)
-
-
-class TritonKernel(LinearKernel):
-    """Batch-invariant LinearKernel: a row has the same bits however many rows there are (`kernels.matmul`)."""
-
-    name = "triton-invariant"
-
-    def pack(self, weight: torch.Tensor) -> PackedWeight:
-        """Return a product with the weight [out, in] as it is."""
-        return _TritonWeight(weight)
-
-    def pack_heads(self, weight: torch.Tensor) -> PackedHeads:
-        """Return products with the weight [heads, out, in], by torch row by row: there is no kernel of ours."""
-        return HeadsByRow(weight)
-
-
-class _TritonWeight(PackedWeight):
-    def __init__(self, weight: torch.Tensor) -> None:
-        self._weight = weight
-
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
-        return linear(x, self._weight, bias)

@@ -17,6 +17,8 @@ import torch
 
 HOST: Final = torch.device("cpu")
 """Device of all tensors in host memory."""
+_SHAPES: Final = "meta"
+"""Type of torch's device whose tensors have a shape and no memory."""
 
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Sources and targets, of one type and shape each, contiguous."""
@@ -28,7 +30,11 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     The caller may change `host` at once. On a device the copy goes through pinned memory of torch's caching allocator,
     which reuses a piece only when the copy that reads it is done.
     """
-    return host.clone() if device == HOST else host.pin_memory().to(device, non_blocking=True)
+    if device == HOST:
+        return host.clone()
+    if device.type == _SHAPES:
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 class Way(Enum):

@@ -72,10 +72,12 @@ class Decoder:
         lends_at_once: bool = False,
         ops: FusedOps = PLAIN_OPS,
         cache_dtype: torch.dtype | None = None,
+        expert_deferral: int = 0,
     ) -> None:
         """`lends_at_once`: the device computes beside copies to and from the host (`Lending`).
 
-        `cache_dtype`: type of cached keys and values; None: `dtype`.
+        `cache_dtype`: type of cached keys and values; None: `dtype`. `expert_deferral`: number of a token's chosen
+        experts whose sum helpers return a layer late, fewer than it chooses; in a stage's last layer they return all.
         """
         self._config = config
         self._dtype = dtype
@@ -92,7 +94,11 @@ class Decoder:
         self._kv_layers = config.kv_layers
         self._pipeline = Pipeline(plan, rank=rank)
         self._helper_links = dict(zip(plan.stages(), helper_links(plan), strict=True))
-        self._layers = [DecoderLayer(config, plan, layer=i, rank=rank, ops=ops) for i in range(config.num_layers)]
+        late = plan.deferring_layers(rank) if expert_deferral else ()
+        self._layers = [
+            DecoderLayer(config, plan, layer=i, rank=rank, ops=ops, late_experts=expert_deferral if i in late else 0)
+            for i in range(config.num_layers)
+        ]
         self._rotary = RotaryTables(
             config.ropes, head_dims=config.rotary_widths, max_length=max_length, dtype=dtype, device=device
         )
@@ -189,6 +195,10 @@ class Decoder:
         if self._head is None or not len(hidden):
             return torch.empty(len(hidden), 0, device=self.device)
         return self._head(self._norm(hidden))
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the last norm of rows of `hidden`, new [rows, hidden], on a rank with a part of the output head."""
+        return self._norm(hidden)
 
     def shallow(self) -> Decoder:
         """Return a decoder on the same weights with only one layer of each kind, and those whose cache these read.

@@ -35,9 +35,18 @@ class DecoderLayer:
     """
 
     def __init__(
-        self, config: ModelConfig, plan: ShardPlan, *, layer: int, rank: int, ops: FusedOps = PLAIN_OPS
+        self,
+        config: ModelConfig,
+        plan: ShardPlan,
+        *,
+        layer: int,
+        rank: int,
+        ops: FusedOps = PLAIN_OPS,
+        late_experts: int = 0,
     ) -> None:
+        """`late_experts`: number of a token's chosen experts whose sum a helper returns with the next layer's."""
         shard = plan.ranks[rank].layers[layer]
+        self._late_experts = late_experts
         self._ops = ops
         self._attention_owners = plan.attention_owners(layer)
         mlp_owners = plan.mlp_owners(layer)
@@ -54,7 +63,9 @@ class DecoderLayer:
         if shard.experts.size:
             columns = shard.expert_columns if shard.expert_columns.size else None
             own = plan.experts_of(rank, layer)
-            self.mlp = ExpertMlp(config, layer, own, norm=norm, columns=columns, shared=shared, ops=ops)
+            self.mlp = ExpertMlp(
+                config, layer, own, norm=norm, columns=columns, shared=shared, ops=ops, late=late_experts
+            )
         self._sum_norms: tuple[RmsNorm, ...] = ()
         self._norms_apart: tuple[RmsNorm, ...] = ()
         if shard.kv_heads.size:
@@ -82,7 +93,7 @@ class DecoderLayer:
     def kind(self) -> tuple[object, ...]:
         """Key that is equal for layers whose steps take the same memory."""
         window = self.attention.window if self.attention is not None else None
-        return window, *((type(part), part.linear_shapes) for part in self.parts)
+        return window, self._late_experts, *((type(part), part.linear_shapes) for part in self.parts)
 
     def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
         """Return the most bytes that the loaded weights take; `kernel` None: in the arithmetic type."""
@@ -179,7 +190,8 @@ class DecoderLayer:
         """
         if self.mlp is None:
             raise ValueError("a rank that owns nothing of a layer cannot help with it")
-        lending.help(like, self.mlp)
+        in_two = self.mlp.in_two if self._late_experts and isinstance(self.mlp, ExpertMlp) else None
+        lending.help(like, self.mlp, in_two)
 
 
 def self_attention(

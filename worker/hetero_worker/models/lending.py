@@ -15,6 +15,10 @@ after all partial sums of slice k have arrived. This cannot deadlock:
   that slice. The leader waits for a sum of slice k, which a helper sends after it has received slice k and returned
   slice k - 1. All ranks go through layers, micro-batches and stages in the same order (`pipeline`).
 
+A helper may return a part of its sums a layer late (`help`): each sum that it returns then includes what the layer
+before still owes. The late part is computed after the sum of its slice was returned, while the leader goes on to the
+next layer. So the number and the order of messages are the same.
+
 A leader with a device copies all slices off the device before its own part starts, because a device executes in order.
 The copies are sent when it is their turn.
 """
@@ -32,6 +36,7 @@ import torch
 from hetero_worker.distributed.exchange import Exchange, PendingSend, PendingTensor
 from hetero_worker.distributed.routes import HelperLinks
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, empty_like
+from hetero_worker.layers.linear_kernels import LateSum
 
 SLICE_ROWS: Final = 128
 """Most rows of a slice: enough to make reading the weights a small part of the work."""
@@ -40,6 +45,9 @@ AHEAD: Final = 2
 
 Mlp = Callable[[torch.Tensor], torch.Tensor]
 """One rank's part of an MLP, from hidden [rows, hidden] to partial [rows, hidden]."""
+
+MlpInTwo = Callable[[torch.Tensor], tuple[torch.Tensor, LateSum]]
+"""One rank's part of an MLP, as a sum and what returns the rest of it, [rows, hidden] each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +100,8 @@ class Lending:
         self._rank_order = sum(link.source < leader for link in links.returns)
         """Number of helpers before the leader in rank order."""
         self._own_return = next((link for link in links.returns if link.source == exchange.rank), None)
+        self._owed: list[torch.Tensor] = []
+        """Sums of a helper's slices that the next layer's include."""
         self._slices: tuple[torch.Size, RowSlices] | None = None
         """Slices for the shape that was last seen; all layers share them."""
 
@@ -106,21 +116,29 @@ class Lending:
             total[begin:end] = summed
         return total
 
-    def help(self, like: torch.Tensor, mlp: Mlp) -> None:
+    def help(self, like: torch.Tensor, mlp: Mlp, in_two: MlpInTwo | None = None) -> None:
         """Compute a helper's partial sums of the rows that it receives, and return them over its link.
 
-        `like` [rows, hidden] has the rows' shape.
+        `like` [rows, hidden] has the rows' shape. With `in_two`, which takes the place of `mlp`, the rest of each sum
+        is returned with the next layer's.
 
         Raises ValueError on a rank that is no helper.
         """
         if self._own_return is None:
             raise ValueError(f"rank {self._exchange.rank} is no helper of rank {self._lend.source}")
         slices = self._cut(like)
+        owed, self._owed = self._owed, []
         coming: deque[PendingTensor] = deque()
         for k in range(len(slices.bounds)):
             for begin, end in slices.bounds[k + len(coming) : k + slices.ahead]:
                 coming.append(self._exchange.receive(empty_like(self._ops, like[begin:end]), self._lend))
-            self._exchange.send(mlp(coming.popleft().wait()), self._own_return)
+            rows = coming.popleft().wait()
+            partial, late = (mlp(rows), None) if in_two is None else in_two(rows)
+            if owed:
+                self._ops.add(partial, owed[k])
+            self._exchange.send(partial, self._own_return)
+            if late is not None:
+                self._owed.append(late())
 
     def _cut(self, hidden: torch.Tensor) -> RowSlices:
         if self._slices is None or self._slices[0] != hidden.shape:

@@ -40,9 +40,9 @@ _KERNEL_FLAGS: Final = ("-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
 """Products may be rounded with the sum that they go into; the order of sums is as written."""
 _X86_INSTRUCTION_SETS: Final = {
     "generic": (),
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c", "-mprfchw"),
     "avx512": (
-        "-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni",
+        "-mavx2", "-mfma", "-mf16c", "-mprfchw", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni",
         "-mprefer-vector-width=512",
     ),
 }  # fmt: skip

@@ -36,6 +36,8 @@ class PodConfig:
     cuda_devices: tuple[int, ...]
     """Device of each rank, by local rank; empty: ranks compute on host cores."""
     health_port: int
+    inside_tls_dir: Path | None
+    """Folder with tls.crt, tls.key and ca.crt for the ranks' links to the gateway; None: no TLS."""
     reconnect_timeout_s: float
     stop_grace_s: float
     """Longest time that ranks may take to leave."""
@@ -109,6 +111,12 @@ def _parser() -> argparse.ArgumentParser:
         help='CUDA device of each rank, in PCI order, e.g. "0,2"; none: ranks compute on host cores',
     )
     add("--health-port", default=POD_HEALTH_PORT, type=_port, metavar="N", help="probes and metrics; 0: any port")
+    add(
+        "--inside-tls-dir",
+        type=Path,
+        metavar="DIR",
+        help="tls.crt, tls.key and ca.crt for the gateway; default: no TLS",
+    )
     add(
         "--reconnect-timeout-s",
         default=RECONNECT_TIMEOUT_S,

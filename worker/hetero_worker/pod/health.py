@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from hetero_api.host.heartbeat import Beat, RankState
+from hetero_api.metrics import RankMetric
 from hetero_api.probe_server import Probe
 from hetero_api.supervision.service import Service
 
@@ -90,18 +91,15 @@ class _RankCollector(Collector):
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
-        running = GaugeMetricFamily("hetero_rank_running", "1 while the rank's process runs.", labels=["local_rank"])
-        serving = GaugeMetricFamily("hetero_rank_serving", "1 while the rank serves.", labels=["local_rank"])
-        epoch = GaugeMetricFamily("hetero_rank_epoch", "The rank's epoch.", labels=["local_rank"])
-        steps = CounterMetricFamily("hetero_rank_steps", "Steps done by the rank's process.", labels=["local_rank"])
-        restarts = CounterMetricFamily(
-            "hetero_rank_restarts", "Restarts of the rank in its pod.", labels=["local_rank"]
-        )
-        for rank, beat in self._read():
-            label = [rank.name]
-            running.add_metric(label, float(beat is not None))
-            serving.add_metric(label, float(beat is not None and beat.state is RankState.SERVING))
-            epoch.add_metric(label, beat.epoch if beat is not None else 0)
-            steps.add_metric(label, beat.steps if beat is not None else 0)
-            restarts.add_metric(label, rank.restarts)
-        yield from (running, serving, epoch, steps, restarts)
+        beats = [([rank.name], rank, beat) for rank, beat in self._read()]
+        samples: dict[RankMetric, list[tuple[list[str], float]]] = {
+            RankMetric.RUNNING: [(label, beat is not None) for label, _, beat in beats],
+            RankMetric.SERVING: [
+                (label, beat is not None and beat.state is RankState.SERVING) for label, _, beat in beats
+            ],
+            RankMetric.EPOCH: [(label, 0 if beat is None else beat.epoch) for label, _, beat in beats],
+            RankMetric.STEPS: [(label, 0 if beat is None else beat.steps) for label, _, beat in beats],
+            RankMetric.RESTARTS: [(label, rank.restarts) for label, rank, _ in beats],
+        }
+        for metric, each in samples.items():
+            yield metric.value.family(*each)

@@ -113,4 +113,6 @@ def rank_arguments(
         "--reconnect-timeout-s": config.reconnect_timeout_s,
         "--measurements-file": folder / f"{local_rank}.measured",
     }
+    if config.inside_tls_dir is not None:
+        options["--inside-tls-dir"] = config.inside_tls_dir
     return tuple(str(part) for option in options.items() for part in option)

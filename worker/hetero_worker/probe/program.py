@@ -92,7 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--device", default=None, type=cuda_device, dest="cuda_device", metavar="DEVICE", help="cpu (default) or cuda:N"
     )
-    add("--dtype", default="", choices=("", "float32", "bfloat16"), help="arithmetic type; empty: the device's usual")
+    add(
+        "--dtype",
+        default="",
+        choices=("", "float32", "bfloat16", "float16"),
+        help="arithmetic type; empty: the device's usual",
+    )
     add("--quantization", default="none", choices=("none", "int8", "int4"), help="what weights are quantised to")
     add("--quantization-group-size", type=positive, metavar="N", help="inputs that share a scale, for int4")
     add("--group", default=1, type=positive, metavar="N", help="how many probes measure together, on this host")

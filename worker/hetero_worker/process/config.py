@@ -54,6 +54,8 @@ class RankConfig:
     """File that keeps measurements for the process that takes this one's place; None: none is kept."""
     packed_weights_dir: Path | None
     """Folder that keeps quantised weights as kernels packed them, for later loads; None: none are kept."""
+    inside_tls_dir: Path | None
+    """Folder with tls.crt, tls.key and ca.crt, by which rank and gateway know one another; None: no TLS."""
     heartbeat_file: Path | None
     """Shared memory in which a supervisor reads the rank's heartbeat; None: nobody reads it."""
     token: str = field(repr=False)
@@ -120,6 +122,12 @@ def _parser() -> argparse.ArgumentParser:
         help="longest wait for another gateway, weights kept, when the gateway goes away; 0: exit then",
     )
     add("--measurements-file", type=Path, metavar="FILE", help="keeps what is measured at start, for the next start")
+    add(
+        "--inside-tls-dir",
+        type=Path,
+        metavar="DIR",
+        help="tls.crt, tls.key and ca.crt for the gateway; default: no TLS",
+    )
     add("--packed-weights-dir", type=Path, metavar="DIR", help="keeps quantised weights, packed, for the next loads")
     return parser
 

@@ -31,6 +31,7 @@ import grpc
 
 from hetero_api.contract import AUTHORIZATION_KEY, MAX_RANKS_MESSAGE_BYTES
 from hetero_api.v1 import ranks_pb2, ranks_pb2_grpc
+from hetero_worker.process.link_tls import LinkTls
 
 _log = logging.getLogger(__name__)
 
@@ -95,10 +96,24 @@ class _Signal(Enum):
 
 
 class GatewayLink:
-    """The stream and its two queues. `cpus` is where gRPC's threads may run; None leaves them on the caller's CPUs."""
+    """The stream and its two queues.
 
-    def __init__(self, *, target: str, token: str, connect_timeout_s: float, cpus: Iterable[int] | None = None) -> None:
+    `cpus` is where gRPC's threads may run; None leaves them on the caller's CPUs. With `tls`, gateway and rank know one
+    another by certificates before the token is sent.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: str,
+        token: str,
+        connect_timeout_s: float,
+        cpus: Iterable[int] | None = None,
+        tls: LinkTls | None = None,
+    ) -> None:
         self._target = target
+        self._tls = tls
+        self._trouble = ""
         self._metadata = ((AUTHORIZATION_KEY, f"Bearer {token}"),)
         self._connect_timeout_s = connect_timeout_s
         self._cpus = None if cpus is None else frozenset(cpus)
@@ -178,9 +193,9 @@ class GatewayLink:
 
     def _read_stream(self, deliver: Callable[[Event], None]) -> StreamEnded:
         if not self._await_gateway():
-            reason = f"no gateway at {self._target} within {self._connect_timeout_s:g} s"
+            reason = f"no gateway at {self._target} within {self._connect_timeout_s:g} s{self._trouble}"
             return StreamEnded(reason, permanent=False)
-        with grpc.insecure_channel(self._target, options=_CHANNEL_OPTIONS) as channel:
+        with self._channel() as channel:
             call = ranks_pb2_grpc.RanksStub(channel).Join(self._messages(), metadata=self._metadata)
             self._hang_up = call.cancel
             try:
@@ -191,6 +206,11 @@ class GatewayLink:
             except grpc.RpcError as error:
                 return _ended_by(error)
         return StreamEnded("the gateway closed the stream", permanent=False)
+
+    def _channel(self) -> grpc.Channel:
+        if self._tls is None:
+            return grpc.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
+        return grpc.secure_channel(self._target, self._tls.credentials(), options=_CHANNEL_OPTIONS)
 
     def _messages(self) -> Iterator[ranks_pb2.RankMessage]:
         """Yield queued messages, and a heartbeat whenever one is due; on gRPC's thread."""
@@ -217,14 +237,22 @@ class GatewayLink:
         pause_s = _KNOCK_PAUSE_S
         while not self._closing.wait(pause_s):
             try:
-                _knock(self._target)
+                _knock(self._target, self._tls)
                 return True
             except OSError as error:
+                self._note(error)
                 if time.monotonic() > deadline:
                     _log.error("gateway=%s: %s", self._target, error)
                     return False
             pause_s = min(2 * pause_s, _LONGEST_KNOCK_PAUSE_S, max(_KNOCK_PAUSE_S, deadline - time.monotonic()))
         return False
+
+    def _note(self, error: OSError) -> None:
+        """Log why the gateway and this rank do not trust one another, once for each reason, and keep it."""
+        trouble = f": {error}" if self._tls is not None and not isinstance(error, ConnectionRefusedError) else ""
+        if trouble and trouble != self._trouble:
+            _log.warning("gateway=%s%s", self._target, trouble)
+        self._trouble = trouble
 
 
 def one_by_one(message: ranks_pb2.GatewayMessage) -> Iterator[ranks_pb2.GatewayMessage]:
@@ -235,14 +263,16 @@ def one_by_one(message: ranks_pb2.GatewayMessage) -> Iterator[ranks_pb2.GatewayM
     yield from further
 
 
-def _knock(target: str) -> None:
-    """Connect and hang up. Raises OSError."""
+def _knock(target: str, tls: LinkTls | None) -> None:
+    """Connect, with `tls` find out whether both trust one another, and hang up. Raises OSError."""
     if target.startswith("unix:"):
         with socket.socket(socket.AF_UNIX) as probe:
             probe.connect(target.removeprefix("unix:"))
     else:
         host, _, port = target.rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S) as connection:
+            if tls is not None:
+                tls.shake_hands(connection, host.strip("[]"))
 
 
 def _ended_by(error: grpc.RpcError) -> StreamEnded:

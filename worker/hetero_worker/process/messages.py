@@ -5,6 +5,7 @@ Messages that do not fit together raise a ProtocolError that names the field.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from hetero_worker.distributed.rendezvous import GroupRequest
 from hetero_worker.errors import ProtocolError
 from hetero_worker.host.pinning import PinningReport
 from hetero_worker.process.config import RankConfig
+from hetero_worker.process.step_counts import num_rows
 from hetero_worker.runners.base import LoadRequest, StepOutput
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -178,6 +180,7 @@ def load_request(
         cache_size_is_given=order.cache_size_is_given,
         enforce_eager=order.enforce_eager,
         batch_invariant=order.batch_invariant,
+        expert_deferral=order.expert_deferral,
         num_gpu_ranks=num_gpu_ranks(form),
         open_weights=identity.open_weights,
     )
@@ -200,4 +203,18 @@ def step_result(plan: ranks_pb2.StepPlan, output: StepOutput, *, step_s: float) 
         logprobs=output.logprobs,
         prompt_logprobs=output.prompt_logprobs,
         command_report=output.report,
+        pooled=output.pooled,
+    )
+
+
+def step_trace(plan: ranks_pb2.StepPlan, *, step_s: float, ended_s: float, exchange_s: float) -> ranks_pb2.StepTrace:
+    """Return what a step took that ended at `ended_s` of the monotonic clock."""
+    ended_ns = time.time_ns() - int((time.monotonic() - ended_s) * 1e9)
+    return ranks_pb2.StepTrace(
+        step_id=plan.step_id,
+        began_ns=ended_ns - int(step_s * 1e9),
+        ended_ns=ended_ns,
+        exchange_s=min(exchange_s, step_s),
+        rows=num_rows(plan),
+        is_prefill=bool(plan.spans),
     )

@@ -128,6 +128,7 @@ def _prepare(
     from hetero_worker.distributed.coordinator import form_group
     from hetero_worker.probe.speeds import RankProbe, measure_device
     from hetero_worker.process.gateway_link import GatewayLink
+    from hetero_worker.process.link_tls import LinkTls
     from hetero_worker.process.messages import RankIdentity, describe_device, make_hello
     from hetero_worker.process.state_machine import WorkerStateMachine
     from hetero_worker.process.tuning_cache import TuningCache, boot_identity, code_identity
@@ -162,8 +163,9 @@ def _prepare(
 
     def new_session(connect_timeout_s: float) -> WorkerStateMachine:
         link = GatewayLink(
-            target=config.gateway, token=config.token, connect_timeout_s=connect_timeout_s, cpus=pinning.communication
-        )
+            target=config.gateway, token=config.token, connect_timeout_s=connect_timeout_s, cpus=pinning.communication,
+            tls=None if config.inside_tls_dir is None else LinkTls(config.inside_tls_dir),
+        )  # fmt: skip
         return WorkerStateMachine(
             identity,
             link=link,

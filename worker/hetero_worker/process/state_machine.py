@@ -354,7 +354,8 @@ class WorkerStateMachine:
         epoch = self._epoch
 
         def beat() -> ranks_pb2.RankMessage:
-            heartbeat = ranks_pb2.Heartbeat(step_id=self._plans.last_step, graph_bytes=self._runner.graph_bytes)
+            heartbeat = self._plans.heartbeat()
+            heartbeat.graph_bytes = self._runner.graph_bytes
             return ranks_pb2.RankMessage(epoch=epoch, heartbeat=heartbeat)
 
         if interval_s > 0:
@@ -375,6 +376,7 @@ class WorkerStateMachine:
                 batch_invariant=request.batch_invariant,
             )
         self._runner.attach(exchange)
+        self._plans.meet_over(exchange)
         with self._fence.patient():
             loaded = self._runner.load(request)
         self._fence.check()

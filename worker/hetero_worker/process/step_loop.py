@@ -21,9 +21,12 @@ from typing import Final, NamedTuple, TypeGuard
 
 from hetero_api.host.heartbeat import Heartbeat
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.distributed.exchange import Exchange
+from hetero_worker.distributed.hierarchical import exchange_seconds
 from hetero_worker.errors import ExchangeAborted, ProtocolError
 from hetero_worker.process.gateway_link import Arrival, Event, GatewayLink
-from hetero_worker.process.messages import step_result
+from hetero_worker.process.messages import step_result, step_trace
+from hetero_worker.process.step_counts import StepCounts
 from hetero_worker.runners.async_steps import AsyncSteps
 from hetero_worker.runners.base import Runner, StepOutput
 from hetero_worker.runners.recorded.home_core import HomeCore
@@ -65,6 +68,7 @@ class StepLoop:
         """Answers that wait for others."""
         self._held_since_s = 0.0
         self._pace = _Pace(0, 0.0)
+        self._counts = StepCounts()
         self.last_step = 0
         """Id of the last finished step."""
 
@@ -72,7 +76,17 @@ class StepLoop:
         """Expect step 1 of a new epoch, in which this process is `rank`."""
         self._epoch, self._rank = epoch, rank
         self._held.clear()
+        self._counts = StepCounts()
         self._next_step, self.last_step = 1, 0
+
+    def meet_over(self, exchange: Exchange) -> None:
+        """Count the time that the epoch's steps spend in `exchange`."""
+        self._counts = StepCounts(lambda: exchange_seconds(exchange))
+
+    def heartbeat(self) -> ranks_pb2.Heartbeat:
+        """Return what the epoch's steps took so far. From any thread."""
+        decode, prefill = self._counts.messages()
+        return ranks_pb2.Heartbeat(step_id=self.last_step, decode=decode, prefill=prefill)
 
     @property
     def is_open(self) -> bool:
@@ -158,6 +172,10 @@ class StepLoop:
         """Hold the answer, if this rank has one, and return the seconds that the step took."""
         step_s = ended_s - max(self._arrivals_s.popleft(), self._step_ended_s)
         self._step_ended_s = ended_s
+        exchange_s = self._counts.add(plan, step_s)
+        if plan.traced:
+            trace = step_trace(plan, step_s=step_s, ended_s=ended_s, exchange_s=exchange_s)
+            self._link.send(ranks_pb2.RankMessage(epoch=self._epoch, step_trace=trace))
         self.last_step = plan.step_id
         if self._rank == 0 or output.report is not None:
             if not self._held:

@@ -42,7 +42,7 @@ class LoadRequest:
     directory: Path
     config: ModelConfig
     dtype: str
-    """Arithmetic type of weights and activations: "float32" or "bfloat16"."""
+    """Arithmetic type of weights and activations: "float32", "bfloat16" or "float16"."""
     shard_plan: ShardPlan
     rank: int
     max_model_len: int
@@ -67,6 +67,8 @@ class LoadRequest:
     """Type of cached keys and values: "float32", "bfloat16" or "float16"; empty: `dtype`."""
     batch_invariant: bool = False
     """True if a sequence's numbers must not depend on the rest of its batch, to the last bit."""
+    expert_deferral: int = 0
+    """Number of a token's chosen experts whose sum ranks without KV heads return a layer late."""
     async_steps: bool = True
     """True if a step may begin before the one before is finished, where a rank can do that."""
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -105,6 +107,8 @@ class StepOutput:
     """Log-probabilities of the draws that want them, in batch order; complete on rank 0."""
     prompt_logprobs: Sequence[ranks_pb2.PromptSpanLogprobs] = ()
     """Log-probabilities of the spans that want them, in batch order; complete on rank 0."""
+    pooled: Sequence[ranks_pb2.PooledSpan] = ()
+    """Sums of hidden states of the spans that want them, in batch order; complete on rank 0."""
     report: ranks_pb2.CommandReport | None = field(default=None)
     """Report of the plan's command; None for a plan without one."""
 

@@ -43,9 +43,10 @@ from hetero_worker.memory.memory_pool import MemoryPool
 from hetero_worker.memory.weight_offload import OffloadedWeights
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadRequest
+from hetero_worker.runners.experts import ReadingAhead, read_ahead, read_experts, take_counts
 from hetero_worker.runners.model_state import ModelState, ServingCache, SleepingWeights, check_order, make_cache
 from hetero_worker.runners.profile_run import checksum
-from hetero_worker.runners.shard import LoadedShard, empty_decoder, load_shard, read_experts, take_counts
+from hetero_worker.runners.shard import LoadedShard, empty_decoder, load_shard
 from hetero_worker.runners.step_times import StepRecorder, StepTimes
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class _Outcome:
     table: str = ""
     trace: bytes = b""
     expert_counts: Sequence[ranks_pb2.ExpertCounts] = field(default=())
+    is_reading: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class GroupCommands:
         self._model_state = state
         self._backend = state.backend
         self._recorder: StepRecorder | None = None
+        self._ahead: ReadingAhead | None = None
 
     def count_step(self) -> None:
         """Note that a step was computed, for the profile that is being recorded."""
@@ -94,7 +97,8 @@ class GroupCommands:
             self._recorder.count_step()
 
     def begin_epoch(self) -> None:
-        """Stop recording: the profile belongs to an epoch that is over."""
+        """Stop recording, and forget experts that were read ahead: they belong to an epoch that is over."""
+        self._ahead = None
         if self._recorder is not None:
             self._recorder.stop()
             self._recorder = None
@@ -133,6 +137,7 @@ class GroupCommands:
             profile_table=outcome.table,
             profile_trace=outcome.trace,
             expert_counts=outcome.expert_counts,
+            is_reading=outcome.is_reading,
         )
 
     def _attempt(self, command: ranks_pb2.GroupCommand, attempt: Callable[[], None]) -> str:
@@ -158,7 +163,8 @@ class GroupCommands:
             case "count_experts":
                 return self._prepare_count()
             case "place_experts":
-                return self._prepare_experts(ShardPlan.from_proto(command.place_experts.shard_plan))
+                plan = ShardPlan.from_proto(command.place_experts.shard_plan)
+                return self._prepare_reading(plan) if command.place_experts.ahead else self._prepare_experts(plan)
             case "update_weights":
                 return self._prepare_update()
             case action:
@@ -291,6 +297,8 @@ class GroupCommands:
         if not sleeping.are_dropped and kept is not None:
             if self._model_state.offloaded is not None:
                 self._model_state.offloaded.restore()
+                for mlp in kept.decoder.expert_mlps.values():
+                    mlp.rejoin()
             if checksum(kept) != sleeping.checksum:
                 self._model_state.drop_shard()  # the next epoch reads them again
                 raise WeightsDamagedError("weights changed in memory while they were asleep; they are read again")
@@ -344,18 +352,44 @@ class GroupCommands:
         shard, _, _ = self._model_state.loaded("count_experts")
         return _Prepared(lambda: _Outcome(expert_counts=take_counts(shard.decoder)))
 
-    def _prepare_experts(self, plan: ShardPlan) -> _Prepared:
-        if parts := self._model_state.asleep_parts:
-            raise CommandRefused(f"experts cannot be placed while the rank is asleep ({', '.join(parts)})")
-        shard, request, _ = self._model_state.loaded("place_experts")
-        experts = read_experts(shard, request, plan, kv_bytes=self._model_state.kv_bytes)
+    def _prepare_reading(self, plan: ShardPlan) -> _Prepared:
+        shard, request = self._shard_of_experts()
+        if self._ahead is not None and self._ahead.serves(plan, shard.decoder):
+            if self._ahead.is_reading:
+                return _Prepared(lambda: _Outcome(is_reading=True))
+            ahead, self._ahead = self._ahead, None
+            ahead.take()  # raises what reading raised, and is forgotten then
+            self._ahead = ahead
+            return _Prepared(_Outcome)
+        read = read_ahead(shard, request, plan)
 
         def commit() -> _Outcome:
+            self._ahead = ReadingAhead(plan, shard.decoder, read)
+            return _Outcome(is_reading=True)
+
+        return _Prepared(commit)
+
+    def _prepare_experts(self, plan: ShardPlan) -> _Prepared:
+        shard, request = self._shard_of_experts()
+        if self._ahead is not None and self._ahead.serves(plan, shard.decoder):
+            experts = self._ahead.take()
+        else:
+            experts = read_experts(shard, request, plan, kv_bytes=self._model_state.kv_bytes)
+
+        def commit() -> _Outcome:
+            self._ahead = None
             experts.hold_in(shard.decoder)
             self._model_state.adopt(plan)
             return _Outcome()
 
         return _Prepared(commit)
+
+    def _shard_of_experts(self) -> tuple[LoadedShard, LoadRequest]:
+        """Return the weights and what they serve. Raises CommandRefused while the rank is asleep."""
+        if parts := self._model_state.asleep_parts:
+            raise CommandRefused(f"experts cannot be placed while the rank is asleep ({', '.join(parts)})")
+        shard, request, _ = self._model_state.loaded("place_experts")
+        return shard, request
 
 
 def _vote_of(files: Mapping[str, bytes]) -> int:

@@ -5,12 +5,14 @@ the next is made. A steady step, which decodes the sequences of the one before, 
 the views of each number of sequences are made once and kept, slots are gathered with `out=`, and the order of the rows
 stays. A step with other sequences sorts them; one with spans makes views for these.
 
-Rows of the step are ordered decode first and longest first, as attention takes them. Draws keep the plan's order
-through `logit_rows`.
+Rows of the step are ordered decode first and longest first. Draws keep the plan's order through `logit_rows`. In a step
+with proposals a slot has several decode rows. They follow one another in the order of their tokens, and slots keep the
+plan's order: micro-batches are cut in this order, and a row attends to keys of the rows before it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,7 +22,7 @@ import torch
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.attention.base import AttentionBatch, DecodeRows, PrefillSpan, SavedStates
 from hetero_worker.models.decoder import DecoderInput
-from hetero_worker.runners.plan_check import PlanBounds
+from hetero_worker.runners.plan_check import PlanBounds, num_decode_rows
 from hetero_worker.runners.slots import Int64Array, SlotList, SlotTable
 
 _ROW_BITS: Final = 20
@@ -46,13 +48,25 @@ class PromptRows:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledRows:
+    """Logit rows of a span whose hidden states are summed for an embedding."""
+
+    slot: int
+    num_rows: int
+    first_row: int
+    """Index of the first row in `DecoderInput.logit_rows`."""
+
+
+@dataclass(frozen=True, slots=True)
 class InputBatch:
     """One step's inputs, valid until the next batch of the same buffers."""
 
     decoder_input: DecoderInput
     draw_slots: Int64Array
-    """Slots that sample, in the plan's order; the first logit rows are theirs."""
+    """Slots that sample, in the plan's order, one with a proposal for each of its rows; the first logit rows are
+    theirs."""
     prompts: tuple[PromptRows, ...]
+    pooled: tuple[PooledRows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +87,15 @@ class _DecodeViews:
 class InputBuffers:
     """Host arrays of the largest step."""
 
-    def __init__(self, bounds: PlanBounds, *, pins_memory: bool = False) -> None:
+    def __init__(self, bounds: PlanBounds) -> None:
         tokens, seqs = bounds.max_num_batched_tokens, bounds.max_num_seqs
         if seqs > _ROW_MASK:
             raise ValueError(f"{seqs} sequences a step are more than {_ROW_MASK}")
         self._bounds = bounds
-        self._token_tensor = torch.zeros(tokens, dtype=torch.int64, pin_memory=pins_memory)
-        self._position_tensor = torch.zeros(tokens, dtype=torch.int64, pin_memory=pins_memory)
-        self._mapping_tensor = torch.zeros(tokens, dtype=torch.int64, pin_memory=pins_memory)
-        self._logit_row_tensor = torch.zeros(bounds.max_logit_rows, dtype=torch.int64, pin_memory=pins_memory)
+        self._token_tensor = torch.zeros(tokens, dtype=torch.int64)
+        self._position_tensor = torch.zeros(tokens, dtype=torch.int64)
+        self._mapping_tensor = torch.zeros(tokens, dtype=torch.int64)
+        self._logit_row_tensor = torch.zeros(bounds.max_logit_rows, dtype=torch.int64)
         self._token_ids: Int64Array = self._token_tensor.numpy()
         self._positions: Int64Array = self._position_tensor.numpy()
         self._slot_mapping: Int64Array = self._mapping_tensor.numpy()
@@ -106,12 +120,17 @@ class InputBuffers:
 
     def fill(self, plan: ranks_pb2.StepPlan, slots: SlotTable) -> InputBatch:
         """Return the step's batch; the plan was checked and applied to the slots, and it computes something."""
-        if not plan.spans:
+        if not plan.spans and not plan.proposals:
             return self.fill_multi_step(plan, slots, steps=1)
-        count = len(plan.decode_slots)
-        if count:
+        count = num_decode_rows(plan)
+        if plan.proposals:
+            self._fill_proposed(plan, slots, self._views_of(count))
+        elif count:
             self._fill_decode(plan, slots, self._views_of(count))
-        return self._fill_mixed(plan, slots, count)
+        if plan.spans:
+            return self._fill_mixed(plan, slots, count)
+        self._map_slots(count, slots)
+        return InputBatch(self._decode_input(count), self._draw_slots.fill(_decoding_slots(plan)), ())
 
     def fill_multi_step(self, plan: ranks_pb2.StepPlan, slots: SlotTable, *, steps: int) -> InputBatch:
         """Return the batch of the first of so many steps of a plan that only decodes.
@@ -153,6 +172,22 @@ class InputBuffers:
         num_blocks = -(-longest // self._bounds.block_size)
         self._take_tables(slots, views, num_blocks)
         views.logit_rows.put(views.order, self._row_numbers[:count], mode="clip")
+
+    def _fill_proposed(self, plan: ranks_pb2.StepPlan, slots: SlotTable, views: _DecodeViews) -> None:
+        """Fill the rows of slots that decode, some of which have proposals."""
+        proposed = proposed_tokens(plan)
+        begin = 0
+        for slot in plan.decode_slots:
+            tokens = (int(slots.last_tokens[slot]), *proposed.get(slot, ()))
+            end, first = begin + len(tokens), int(slots.counts.num_computed[slot])
+            views.slots[begin:end] = slot
+            self._token_ids[begin:end] = tokens
+            views.positions[begin:end] = self._all_positions[first : first + len(tokens)]
+            begin = end
+        np.add(views.positions, 1, out=views.rows.lengths, casting="same_kind")
+        np.multiply(views.slots, slots.max_blocks, out=views.table_rows)
+        self._take_tables(slots, views, -(-int(views.rows.lengths.max()) // self._bounds.block_size))
+        views.logit_rows[:] = self._row_numbers[: len(views.slots)]
 
     def _take_tables(self, slots: SlotTable, views: _DecodeViews, num_blocks: int) -> None:
         """Fill the rows' block tables, as far as the longest row has blocks."""
@@ -208,6 +243,7 @@ class InputBuffers:
         spans: list[PrefillSpan] = []
         drawing: list[int] = []
         prompts: list[PromptRows] = []
+        pooled: list[PooledRows] = []
         row, num_logits = count, count + sum(span.sample for span in plan.spans)
         for span in plan.spans:
             spans.append(self._fill_span(span, slots, row))
@@ -220,10 +256,15 @@ class InputBuffers:
                 self._logit_rows[num_logits : num_logits + wanted] = range(begin, begin + wanted)
                 num_logits += wanted
                 prompts.append(prompt)
+            if num_pooled := _num_pooled(span, slots):
+                self._logit_rows[num_logits : num_logits + num_pooled] = range(row - num_pooled, row)
+                pooled.append(PooledRows(span.slot, num_pooled, num_logits))
+                num_logits += num_pooled
         self._map_slots(row, slots)
         decode = self._views_of(count).rows
         decoder_input = self._decoder_input(row, num_logits, decode, tuple(spans))
-        return InputBatch(decoder_input, self._draw_slots.fill(plan.decode_slots, *drawing), tuple(prompts))
+        draw_slots = self._draw_slots.fill(_decoding_slots(plan), *drawing)
+        return InputBatch(decoder_input, draw_slots, tuple(prompts), tuple(pooled))
 
     def _fill_span(self, span: ranks_pb2.ScheduledSpan, slots: SlotTable, begin: int) -> PrefillSpan:
         slot, end = span.slot, begin + span.num_tokens
@@ -277,6 +318,19 @@ class InputBuffers:
         )
 
 
+def proposed_tokens(plan: ranks_pb2.StepPlan) -> dict[int, Sequence[int]]:
+    """Return the proposed tokens by slot."""
+    return {proposal.slot: proposal.token_ids for proposal in plan.proposals}
+
+
+def _decoding_slots(plan: ranks_pb2.StepPlan) -> Sequence[int]:
+    """Return the slot of each decode row, in the plan's order."""
+    if not plan.proposals:
+        return plan.decode_slots
+    proposed = proposed_tokens(plan)
+    return [slot for slot in plan.decode_slots for _ in range(1 + len(proposed.get(slot, ())))]
+
+
 def _prompt_rows(span: ranks_pb2.ScheduledSpan, slots: SlotTable, first_row: int) -> PromptRows | None:
     """Return the span's rows that a token of the prompt follows, if their log-probabilities are wanted."""
     num_top = slots.sampling(span.slot).num_prompt_logprobs
@@ -287,3 +341,14 @@ def _prompt_rows(span: ranks_pb2.ScheduledSpan, slots: SlotTable, first_row: int
     if begin >= end:
         return None
     return PromptRows(span.slot, begin, tuple(slots.token_ids[span.slot, begin:end].tolist()), num_top, first_row)
+
+
+def _num_pooled(span: ranks_pb2.ScheduledSpan, slots: SlotTable) -> int:
+    """Return how many of the span's last rows are part of an embedding."""
+    match slots.sampling(span.slot).pooling:
+        case ranks_pb2.POOLING_MEAN:
+            return span.num_tokens
+        case ranks_pb2.POOLING_LAST:
+            return int(span.sample)
+        case _:
+            return 0

@@ -29,6 +29,10 @@ _SAMPLES: Final = 2
 _MASKED: Final = 3
 
 
+_BETWEEN_STEPS: Final = frozenset({"start_profile", "stop_profile", "count_experts", "place_experts"})
+"""Commands that leave slots and cache as they are."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlanBounds:
     """Limits that the epoch's messages set."""
@@ -52,6 +56,11 @@ class PlanBounds:
     def max_logit_rows(self) -> int:
         """Rows of a step whose logits are wanted, at most: of draws, and of a prompt's tokens."""
         return self.max_num_seqs + self.max_num_batched_tokens
+
+
+def num_decode_rows(plan: ranks_pb2.StepPlan) -> int:
+    """Return the number of rows of slots that decode: one a slot, and one a proposed token."""
+    return len(plan.decode_slots) + sum(len(proposal.token_ids) for proposal in plan.proposals)
 
 
 class PlanCheck:
@@ -84,14 +93,22 @@ class PlanCheck:
             self._check_command()
             return
         self._check_decoding()
+        self._check_proposals()
         for span in plan.spans:
             self._check_span(span)
         for slot in self._without_states:
             raise self._error(f"slot {slot} begins behind computed tokens without a snapshot of their states")
-        total = len(plan.decode_slots) + sum(span.num_tokens for span in plan.spans)
+        self._check_totals()
+        self._check_masked()
+
+    def _check_totals(self) -> None:
+        plan, rows = self._plan, num_decode_rows(self._plan)
+        total = rows + sum(span.num_tokens for span in plan.spans)
         if total > self._bounds.max_num_batched_tokens:
             raise self._error(f"computes {total} tokens, at most {self._bounds.max_num_batched_tokens} are allowed")
-        self._check_masked()
+        draws = rows + sum(span.sample for span in plan.spans)
+        if draws > self._bounds.max_num_seqs:
+            raise self._error(f"makes {draws} draws, at most {self._bounds.max_num_seqs} are allowed")
 
     def _release(self) -> None:
         for slot in self._plan.released_slots:
@@ -160,9 +177,9 @@ class PlanCheck:
         action = plan.command.WhichOneof("action")
         if action is None:
             raise self._error("has a command that this rank does not know")
-        if plan.decode_slots or plan.spans or plan.masked_slots:
+        if plan.decode_slots or plan.spans or plan.masked_slots or plan.proposals:
             raise self._error(f"computes beside its command {action}")
-        if action not in ("start_profile", "stop_profile") and (in_use := self._counts.in_use):
+        if action not in _BETWEEN_STEPS and (in_use := self._counts.in_use):
             raise self._error(f"has the command {action} while {in_use} slots are in use: all must be free")
 
     def _check_decoding(self) -> None:
@@ -192,6 +209,26 @@ class PlanCheck:
     def _check_each(self, slots: Int64Array, fits: BoolArray) -> None:
         if not fits.all():
             self._check_sequence(int(slots[int(fits.argmin())]), 1, sample=True)
+
+    def _check_proposals(self) -> None:
+        """Check the proposals; slots that decode are all that have roles by now."""
+        proposing: set[int] = set()
+        for proposal in self._plan.proposals:
+            slot, count = proposal.slot, len(proposal.token_ids)
+            if slot >= self._bounds.max_num_seqs or not self._roles[slot]:
+                raise self._error(f"proposes tokens for slot {slot}, which does not decode")
+            if slot in proposing or not count:
+                raise self._error(f"proposes {'twice' if slot in proposing else 'no tokens'} for slot {slot}")
+            if self._bounds.keeps_states:
+                raise self._error(f"proposes tokens for slot {slot}, whose states could not go back")
+            proposing.add(slot)
+            self._check_tokens(slot, "a proposed token", proposal.token_ids)
+            reached = int(self._counts.num_tokens[slot]) + count
+            if reached > self._bounds.max_model_len:
+                raise self._error(
+                    f"slot {slot} reaches {reached} tokens, max_model_len is {self._bounds.max_model_len}"
+                )
+            self._check_room(slot, int(self._counts.num_blocks[slot]), needed=reached)
 
     def _check_span(self, span: ranks_pb2.ScheduledSpan) -> None:
         if span.slot < self._bounds.max_num_seqs and self._roles[span.slot]:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from hetero_api.rank_memory import LOGITS_AT_ONCE, PROMPT_LOGIT_ROWS, StepLimits, with_margin
-from hetero_worker.attention.base import AttentionBatch, DecodeRows, PrefillSpan
+from hetero_worker.attention.base import AttentionBatch, DecodeRows, IntArray, PrefillSpan
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.distributed.exchange import Arrived, PendingTensor, SendsAtOnce, SumExchange
 from hetero_worker.distributed.routes import Link
@@ -34,8 +34,9 @@ from hetero_worker.runners.shard import LoadedShard, limits_of, memory_of
 
 logger = logging.getLogger(__name__)
 
-_BLOCK: Final = 1
-"""The scratch cache has the null block and this one, as long as the longest sequence."""
+_NULL_BLOCKS: Final = 1
+_BLOCK_SIZE: Final = 16
+"""The resource's default: a device compiles kernels for each size of blocks, and would do so for these steps alone."""
 
 
 def measure_workspace(decoder: Decoder, request: LoadRequest, pool: MemoryPool) -> int | None:
@@ -83,7 +84,8 @@ def _growth(decoder: Decoder, request: LoadRequest, pool: MemoryPool) -> int | N
 
 def _scratch_caches(decoder: Decoder, length: int, pool: MemoryPool) -> list[LayerCache | None]:
     """Return caches whose pages are in memory already, so that the step's growth is not theirs."""
-    caches = decoder.allocate_caches(num_blocks=_BLOCK + 1, block_size=length, zeros=pool.zeros)
+    num_blocks = _NULL_BLOCKS + len(_block_ids(length))
+    caches = decoder.allocate_caches(num_blocks=num_blocks, block_size=_BLOCK_SIZE, zeros=pool.zeros)
     for i in decoder.computed_layers:
         if (cache := caches[i]) is not None:
             cache.keys.zero_()
@@ -91,11 +93,16 @@ def _scratch_caches(decoder: Decoder, length: int, pool: MemoryPool) -> list[Lay
     return caches
 
 
+def _block_ids(length: int) -> IntArray:
+    """Return the blocks of a sequence of this length in a scratch cache, int32 [blocks], behind the null block."""
+    return np.arange(_NULL_BLOCKS, _NULL_BLOCKS - (-length // _BLOCK_SIZE), dtype=np.int32)
+
+
 def _largest_step(limits: StepLimits, *, vocab_size: int, device: torch.device) -> DecoderInput:
     """Spans of up to half the longest sequence, each at its end: together as many tokens as are allowed."""
     tokens, length = limits.max_num_batched_tokens, limits.max_model_len
     rows = min(tokens, max(1, length // 2))
-    block_ids = np.array([_BLOCK], dtype=np.int32)
+    block_ids = _block_ids(length)
     spans, positions = [], []
     for begin in range(0, tokens, rows):
         end = min(begin + rows, tokens)
@@ -105,13 +112,12 @@ def _largest_step(limits: StepLimits, *, vocab_size: int, device: torch.device) 
     return DecoderInput(
         token_ids=torch.arange(tokens, device=device) % vocab_size,
         positions=at,
-        attention=AttentionBatch(at + length * _BLOCK, NO_DECODE_ROWS, tuple(spans)),
+        attention=AttentionBatch(at + _BLOCK_SIZE * _NULL_BLOCKS, NO_DECODE_ROWS, tuple(spans)),
         logit_rows=torch.arange(tokens, device=device),
     )
 
 
 _CHECKED_TOKENS: Final = 16
-_NULL_BLOCKS: Final = 1
 NO_DECODE_ROWS: Final = DecodeRows(np.zeros(0, dtype=np.int32), np.zeros((0, 1), dtype=np.int32))
 
 
@@ -128,14 +134,16 @@ def checksum(shard: LoadedShard) -> int:
         token_ids=torch.linspace(0, request.config.vocab_size - 1, count).long().to(device),
         positions=torch.arange(count, device=device),
         attention=AttentionBatch(
-            slot_mapping=torch.arange(count, device=device) + count * _NULL_BLOCKS,
+            slot_mapping=torch.arange(count, device=device) + _BLOCK_SIZE * _NULL_BLOCKS,
             decode=NO_DECODE_ROWS,
-            prefills=(PrefillSpan(0, count, 0, np.array([_NULL_BLOCKS], dtype=np.int32)),),
+            prefills=(PrefillSpan(0, count, 0, _block_ids(count)),),
         ),
         logit_rows=None,
     )
     exchange = loopback_exchange(request)
-    caches = shard.decoder.allocate_caches(num_blocks=_NULL_BLOCKS + 1, block_size=count, zeros=shard.memory_pool.zeros)
+    caches = shard.decoder.allocate_caches(
+        num_blocks=_NULL_BLOCKS + 1, block_size=_BLOCK_SIZE, zeros=shard.memory_pool.zeros
+    )
     with torch.inference_mode():
         exchange.add(shard.decoder.forward(step, caches=caches, exchange=exchange))
     return exchange.checksum

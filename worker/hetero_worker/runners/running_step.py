@@ -7,9 +7,10 @@ later, through a copy to pinned memory. This is what vLLM calls asynchronous sch
 
 A plan may follow a running step if only the tokens are missing on the host: it computes something and is no command.
 Its decode rows take the tokens on the device; penalties count them there. Masks follow from the tokens through the
-gateway, so a plan with masked slots waits. So do log-probabilities of the step's draws and of the plan's prompts, which
-would make the host wait for the device in the middle. A slot may be released or bound again meanwhile: its token is
-reported and not appended.
+gateway, so a plan with masked slots waits. So does one with proposals, which follow the tokens, and what comes behind
+it: how many tokens a slot gets is known with the draws. So do log-probabilities of the step's draws, and those and
+hidden states of the plan's prompts, which would make the host wait for the device in the middle. A slot may be released
+or bound again meanwhile: its token is reported and not appended.
 
 Ranks of a group finish each step first. Their exchange crosses the host and orders their rounds: sums of a step would
 mix with the rounds of the draws before. Ranks that compute experts on a device do so too, for the host waits for the
@@ -18,8 +19,9 @@ device in every such layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
 
 import torch
 
@@ -28,13 +30,14 @@ from hetero_api.sharding import UnitRange
 from hetero_api.v1 import logprobs_pb2, ranks_pb2
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.errors import ProtocolError
-from hetero_worker.layers.sampler import SampleTokens, prompt_logprobs, start_draws
+from hetero_worker.layers.sampler import SampledRows, SampleTokens, prompt_logprobs, start_draws
 from hetero_worker.memory.streams import HOST, to_device
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadRequest, MaskSource, SampledToken, StepOutput
 from hetero_worker.runners.forward import ForwardStates
-from hetero_worker.runners.input_batch import InputBatch, PromptRows
+from hetero_worker.runners.input_batch import InputBatch, PooledRows, PromptRows, proposed_tokens
 from hetero_worker.runners.model_state import ServingCache
+from hetero_worker.runners.plan_check import num_decode_rows
 from hetero_worker.runners.slots import ExpectedTokens, draw_of, pending_token
 from hetero_worker.runners.step_parts import DeviceTokenInputs
 from hetero_worker.runners.step_times import StepTimes
@@ -112,10 +115,11 @@ class RunningStep:
         self._plan = plan
         self._context = context
         self._on_finished = on_finished
-        self._num_decode = len(plan.decode_slots)
+        self._num_decode = num_decode_rows(plan)
         self._batch: InputBatch | None = None
         self._draws: _Draws | None = None
         self._prompts: list[ranks_pb2.PromptSpanLogprobs] = []
+        self._pooled: list[ranks_pb2.PooledSpan] = []
         self._busy_s = 0.0
 
     # --- beginning --------------------------------------------------------------------------------------
@@ -134,6 +138,7 @@ class RunningStep:
         with torch.inference_mode():
             states = self._pass()
             self._prompts = [_prompt_span(prompt, states.hidden, context) for prompt in batch.prompts]
+            self._pooled = _pooled_spans(batch.pooled, states.hidden, context)
             draw_slots = batch.draw_slots.tolist()
             logits = states.logits_of(context.decoder, len(draw_slots)) if draw_slots else None
             self._advance()
@@ -174,24 +179,25 @@ class RunningStep:
     def can_be_followed(self) -> bool:
         """True if some plan may begin before this step is finished."""
         draws = self._draws
-        if self._context.inputs is None or draws is None or draws.device_tokens is None:
+        if self._context.inputs is None or draws is None or draws.device_tokens is None or self._plan.proposals:
             return False
         return all(row.num_logprobs is None for row in draws.rows)
 
     def may_be_followed_by(self, plan: ranks_pb2.StepPlan) -> bool:
         """Return whether the next plan may begin before this step is finished."""
         draws = self._draws
-        if draws is None or not self.can_be_followed or plan.HasField("command") or plan.masked_slots:
+        if draws is None or not self.can_be_followed or plan.HasField("command"):
             return False
-        if not (plan.decode_slots or plan.spans):
+        if plan.masked_slots or plan.proposals or not (plan.decode_slots or plan.spans):
             return False
         drawing = set(draws.slots).difference(plan.released_slots)
-        return not any(span.slot in drawing for span in plan.spans) and not self._reports_prompts(plan)
+        return not any(span.slot in drawing for span in plan.spans) and not self._reports_spans(plan)
 
-    def _reports_prompts(self, plan: ranks_pb2.StepPlan) -> bool:
+    def _reports_spans(self, plan: ranks_pb2.StepPlan) -> bool:
         slots = self._context.cache.slots
-        return any(new.sampling.HasField("num_prompt_logprobs") for new in plan.new_sequences) or any(
-            slots.wants_prompt_logprobs(span.slot) for span in plan.spans
+        samplings = [new.sampling for new in plan.new_sequences]
+        return any(each.HasField("num_prompt_logprobs") or each.pooling for each in samplings) or any(
+            slots.reports_spans(span.slot) for span in plan.spans
         )
 
     def expect_tokens(self) -> None:
@@ -253,7 +259,7 @@ class RunningStep:
     def _output(self) -> StepOutput:
         draws, context = self._draws, self._context
         if draws is None:
-            return StepOutput(prompt_logprobs=self._prompts)
+            return StepOutput(prompt_logprobs=self._prompts, pooled=self._pooled)
         with torch.inference_mode():
             sampled = context.sample(
                 draws.logits,
@@ -264,6 +270,8 @@ class RunningStep:
                 started=draws.started,
             )
         slots = context.cache.slots
+        if self._plan.proposals:
+            return self._accept(draws, sampled)
         if draws.expected is None:
             slots.append_tokens(self._filled.draw_slots, sampled.tokens)
         else:
@@ -272,24 +280,60 @@ class RunningStep:
             sampled=list(map(SampledToken, draws.slots, sampled.tokens)),
             logprobs=[logprobs for logprobs in sampled.logprobs if logprobs is not None],
             prompt_logprobs=self._prompts,
+            pooled=self._pooled,
         )
+
+    def _accept(self, draws: _Draws, sampled: SampledRows) -> StepOutput:
+        """Give each slot its draws up to the first that differs from what was proposed in its place."""
+        proposed = proposed_tokens(self._plan)
+        kept: list[int] = []
+        for slot, indices in groupby(range(len(draws.slots)), draws.slots.__getitem__):
+            own = list(indices)
+            tokens = [sampled.tokens[i] for i in own]
+            number = num_accepted(tokens, proposed.get(slot, ())) + 1
+            self._context.cache.slots.append_run(slot, tokens[:number])
+            kept += own[:number]
+        return StepOutput(
+            sampled=[SampledToken(draws.slots[i], sampled.tokens[i]) for i in kept],
+            logprobs=[logprobs for i in kept if (logprobs := sampled.logprobs[i]) is not None],
+            prompt_logprobs=self._prompts,
+            pooled=self._pooled,
+        )
+
+
+def num_accepted(drawn: Sequence[int], proposed: Sequence[int]) -> int:
+    """Return how many leading tokens of a proposal equal the draws in their places."""
+    return next((i for i, token in enumerate(proposed) if drawn[i] != token), len(proposed))
 
 
 def _sampling_rows(
     plan: ranks_pb2.StepPlan, draw_slots: Sequence[int], cache: ServingCache, masks: MaskSource
 ) -> list[SamplingRow]:
     """Return how each token is drawn. Wait for the step's masks if it has any."""
-    mask_of = dict(zip(plan.masked_slots, _masks_of(plan, masks), strict=True)) if plan.masked_slots else {}
-    return [cache.slots.sampling(slot).draw(mask_of.get(slot)) for slot in draw_slots]
+    if not (plan.masked_slots or plan.proposals):
+        return [cache.slots.sampling(slot).draw() for slot in draw_slots]
+    proposed = proposed_tokens(plan)
+    masks_of = _masks_of(plan, masks, proposed) if plan.masked_slots else {}
+    rows: list[SamplingRow] = []
+    for slot in dict.fromkeys(draw_slots):
+        sampling, ahead, own = cache.slots.sampling(slot), proposed.get(slot, ()), masks_of.get(slot)
+        rows += [
+            sampling.draw(None if own is None else own[number], ahead=ahead[:number])
+            for number in range(1 + len(ahead))
+        ]
+    return rows
 
 
-def _masks_of(plan: ranks_pb2.StepPlan, masks: MaskSource) -> Sequence[bytes]:
+def _masks_of(
+    plan: ranks_pb2.StepPlan, masks: MaskSource, proposed: Mapping[int, Sequence[int]]
+) -> dict[int, Sequence[bytes]]:
+    """Return the masks of each masked slot's draws."""
     given = masks()
-    if len(given) != len(plan.masked_slots):
-        raise ProtocolError(
-            f"step plan {plan.step_id}: {len(given)} masks came for {len(plan.masked_slots)} masked_slots"
-        )
-    return given
+    ends = list(accumulate((1 + len(proposed.get(slot, ())) for slot in plan.masked_slots), initial=0))
+    if len(given) != ends[-1]:
+        raise ProtocolError(f"step plan {plan.step_id}: {len(given)} masks came for {ends[-1]} draws of masked_slots")
+    spans = zip(plan.masked_slots, pairwise(ends), strict=True)
+    return {slot: given[begin:end] for slot, (begin, end) in spans}
 
 
 def _prompt_span(prompt: PromptRows, hidden: torch.Tensor, context: StepContext) -> ranks_pb2.PromptSpanLogprobs:
@@ -303,3 +347,27 @@ def _prompt_span(prompt: PromptRows, hidden: torch.Tensor, context: StepContext)
             logits, token_ids, prompt.num_top, head_ranges=context.head_ranges, exchange=context.exchange
         )
     return ranks_pb2.PromptSpanLogprobs(slot=prompt.slot, begin=prompt.begin, positions=positions)
+
+
+def _pooled_spans(
+    pooled: Sequence[PooledRows], hidden: torch.Tensor, context: StepContext
+) -> list[ranks_pb2.PooledSpan]:
+    """Return the sums of the rows' hidden states behind the last norm, on rank 0; on other ranks they may be zero.
+
+    The first rank with a part of the output head has the hidden states; if that is another, it sends rank 0 the sums.
+    """
+    if not pooled:
+        return []
+    exchange = context.exchange
+    owner = next(rank for rank, rows in enumerate(context.head_ranges) if rows.size)
+    sums = torch.zeros(len(pooled), hidden.shape[1], dtype=torch.float32)
+    if exchange.rank == owner:
+        for index, rows in enumerate(pooled):
+            states = context.decoder.normed(hidden[rows.first_row : rows.first_row + rows.num_rows])
+            sums[index] = states.sum(0, dtype=torch.float32).to(HOST)
+    if owner != 0:
+        exchange.broadcast(sums, owner)
+    return [
+        ranks_pb2.PooledSpan(slot=rows.slot, num_tokens=rows.num_rows, sums=each)
+        for rows, each in zip(pooled, sums.tolist(), strict=True)
+    ]

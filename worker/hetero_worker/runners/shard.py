@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -13,13 +12,12 @@ import torch
 from hetero_api.errors import ModelError, PlanError
 from hetero_api.graph_memory import GraphMemory
 from hetero_api.rank_memory import KvCost, ModelMemory, StepLimits
-from hetero_api.sharding import ShardPlan
+from hetero_api.sharding import deferral_problem
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.backends.base import DeviceBackend
 from hetero_worker.checkpoints.sampled_digests import differing_files, sampled_digests
-from hetero_worker.errors import CommandRefused, MemoryBudgetError, WeightsChangedError
+from hetero_worker.errors import WeightsChangedError
 from hetero_worker.layers.linear_kernels import LinearKernel
-from hetero_worker.layers.moe import Expert
 from hetero_worker.memory.budget import MemoryBudget, mib
 from hetero_worker.memory.memory_pool import MemoryPool
 from hetero_worker.models.decoder import Decoder
@@ -27,10 +25,8 @@ from hetero_worker.runners.base import LoadRequest
 
 logger = logging.getLogger(__name__)
 
-DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Arithmetic types, by name."""
-CACHE_DTYPES: Final = DTYPES | {"float16": torch.float16}
-"""Types of cached keys and values, by name."""
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Types of arithmetic, and of cached keys and values, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +65,8 @@ class LoadedShard:
         graphs = graph_memory(request, graph_sizes)
         budget = budget_of(request, self.weight_bytes, self.gather_bytes, self.memory_pool, graph_bytes=graphs.total)
         if workspace is not None:
-            budget = replace(budget, workspace_bytes=workspace + self.gather_bytes)
+            beside = self.gather_bytes + memory_of(request).arriving_expert(request.shard_plan.ranks[request.rank])
+            budget = replace(budget, workspace_bytes=workspace + beside)
         budget = replace(budget, available_bytes=self.memory_pool.available_bytes())
         logger.info("rank %d: memory for the KV cache: %s", request.rank, budget)
         return ranks_pb2.Loaded(
@@ -124,12 +121,13 @@ def empty_decoder(request: LoadRequest, backend: DeviceBackend) -> Decoder:
         request.shard_plan,
         rank=request.rank,
         dtype=DTYPES[request.dtype],
-        cache_dtype=CACHE_DTYPES[request.cache_dtype],
+        cache_dtype=DTYPES[request.cache_dtype],
         max_length=request.max_model_len,
         attention=backend.attention(request.config, batch_invariant=request.batch_invariant),
         device=backend.device,
         lends_at_once=backend.computes_beside_copies,
         ops=backend.fused_ops(batch_invariant=request.batch_invariant),
+        expert_deferral=request.expert_deferral,
     )
 
 
@@ -144,7 +142,7 @@ def memory_of(request: LoadRequest) -> ModelMemory:
         request.config,
         limits_of(request),
         DTYPES[request.dtype].itemsize,
-        cache_element_bytes=CACHE_DTYPES[request.cache_dtype].itemsize,
+        cache_element_bytes=DTYPES[request.cache_dtype].itemsize,
     )
 
 
@@ -167,7 +165,7 @@ def budget_of(
     return MemoryBudget(
         memory_bytes=int(request.memory_bytes * request.memory_utilization),
         weight_bytes=weight_bytes,
-        workspace_bytes=memory.workspace_bytes(shard) + gather_bytes,
+        workspace_bytes=memory.workspace_bytes(shard) + gather_bytes + memory.arriving_expert(shard),
         runtime_bytes=pool.runtime_bytes(),
         state_bytes=memory.state_bytes(shard),
         snapshot_bytes=memory.snapshot_bytes(shard),
@@ -189,7 +187,7 @@ def _check_dtype(request: LoadRequest, backend: DeviceBackend) -> None:
         raise ModelError(
             f"dtype {request.dtype!r} is not supported on {backend.name}; supported there: {', '.join(supported)}"
         )
-    cached = [name for name in CACHE_DTYPES if name in backend.cache_dtypes(request.dtype)]
+    cached = [name for name in DTYPES if name in backend.cache_dtypes(request.dtype)]
     if request.cache_dtype not in cached:
         raise ModelError(
             f"spec.engine.kvCacheDtype: {request.cache_dtype} is not supported on {backend.name}, which computes in "
@@ -202,6 +200,8 @@ def _check_plan(request: LoadRequest) -> None:
     if not 0 <= request.rank < request.shard_plan.world_size:
         raise PlanError(f"rank {request.rank} is not in a plan for {request.shard_plan.world_size} ranks")
     request.shard_plan.validate_for(config)
+    if request.expert_deferral and (problem := deferral_problem(config, request.expert_deferral)):
+        raise ModelError(problem)
     if request.max_model_len > config.max_position:
         raise ModelError(
             f"max_model_len {request.max_model_len} exceeds the model's {config.max_position} positions; lower it"
@@ -218,85 +218,5 @@ def _check_files(request: LoadRequest) -> None:
 
 
 def _identity(request: LoadRequest) -> tuple[object, ...]:
-    return (request.directory, request.config, request.dtype, request.shard_plan, request.rank, request.batch_invariant)
-
-
-@dataclass(frozen=True, slots=True)
-class ReadExperts:
-    """Weights that a rank needs to go over to another plan."""
-
-    plan: ShardPlan
-    layers: Mapping[int, Mapping[int, Expert]]
-    """Layer → number → expert, of the layers whose experts on this rank change."""
-
-    def hold_in(self, decoder: Decoder) -> None:
-        """Compute with them from now on. Cannot fail."""
-        for layer, mlp in decoder.expert_mlps.items():
-            if layer in self.layers:
-                mlp.hold(self.layers[layer])
-
-
-def take_counts(decoder: Decoder) -> list[ranks_pb2.ExpertCounts]:
-    """How many tokens chose each of this rank's experts since the last time, by layer.
-
-    All tokens that were computed count, also those of the few steps that a rank makes for itself to prove its weights.
-    """
-    return [ranks_pb2.ExpertCounts(layer=layer, tokens=mlp.take_counts()) for layer, mlp in decoder.expert_mlps.items()]
-
-
-def read_experts(shard: LoadedShard, request: LoadRequest, plan: ShardPlan, *, kv_bytes: int) -> ReadExperts:
-    """Read the experts that `plan` gives this rank and the plan in force does not. `kv_bytes`: the cache's.
-
-    Moving experts changes who computes them and nothing else, so logits stay the same up to the order of summation,
-    and the KV cache stays valid. The number of experts that a rank holds of a layer does not change, and neither do
-    its bytes. But the old experts are still there while the new ones are read. No step runs then, so the memory of
-    the largest step is free for them. A caller that changes many layers moves them one at a time.
-
-    Raises CommandRefused when the plan differs in more than expert_orders, MemoryBudgetError before anything is read,
-    ModelError.
-    """
-    _check(plan, request)
-    mlps = shard.decoder.expert_mlps
-    wanted = {layer: frozenset(plan.experts_of(request.rank, layer)) for layer in mlps}
-    changed = {layer: numbers for layer, numbers in wanted.items() if numbers != frozenset(mlps[layer].numbers)}
-    dtype = DTYPES[request.dtype]
-    new_bytes = sum(
-        len(numbers.difference(mlps[layer].numbers)) * mlps[layer].expert_bytes(dtype, shard.kernel)
-        for layer, numbers in changed.items()
-    )
-    if not new_bytes:
-        return ReadExperts(plan, {})
-    _check_room(shard, request, new_bytes, kv_bytes=kv_bytes)
-    with shard.memory_pool.apart(), request.open_weights(request.directory) as checkpoint:
-        layers = {
-            layer: mlps[layer].read(numbers, checkpoint, dtype=dtype, kernel=shard.kernel)
-            for layer, numbers in changed.items()
-        }
-    return ReadExperts(plan, layers)
-
-
-def _check(plan: ShardPlan, request: LoadRequest) -> None:
-    if replace(plan, expert_orders=()) != replace(request.shard_plan, expert_orders=()):
-        raise CommandRefused("place_experts.shard_plan differs from the plan in force in more than expert_orders")
-    try:
-        plan.validate_for(request.config)
-    except PlanError as error:
-        raise CommandRefused(f"place_experts.shard_plan: {error}") from error
-
-
-def _check_room(shard: LoadedShard, request: LoadRequest, new_bytes: int, *, kv_bytes: int) -> None:
-    cost, pool = kv_cost(request), shard.memory_pool
-    scratch_bytes = kv_bytes * cost.scratch_bytes // cost.cache_bytes if cost.cache_bytes else 0
-    given = int(request.memory_bytes * request.memory_utilization)
-    runtime, kept = pool.runtime_bytes(), kv_bytes + scratch_bytes + shard.gather_bytes
-    left = given - runtime - shard.weight_bytes - kept
-    needed = f"{mib(new_bytes)} of experts have to be in memory beside those that they replace"
-    if new_bytes > left:
-        raise MemoryBudgetError(
-            f"{needed}, and there are only {mib(given)} given - {mib(runtime)} runtime - {mib(shard.weight_bytes)} "
-            f"weights - {mib(kept)} KV cache = {mib(left)}; {pool.remedy} or a smaller KV cache "
-            "(kvCacheMemoryBytes)"
-        )
-    available = pool.available_bytes()
-    if available is not None and new_bytes > available:
-        raise MemoryBudgetError(f"{needed}, and the device has {mib(available)} available")
+    modes = request.batch_invariant, request.expert_deferral
+    return (request.directory, request.config, request.dtype, request.shard_plan, request.rank, modes)

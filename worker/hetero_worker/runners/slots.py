@@ -170,6 +170,15 @@ class SlotTable:
         for slot, token_id in zip(slots.tolist(), token_ids, strict=True):
             self.sampling(slot).append(token_id)
 
+    def append_run(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Append tokens that one step gave a slot, at least one; all but the last are in the cache."""
+        begin, count = int(self.counts.num_tokens[slot]), len(token_ids)
+        self.token_ids[slot, begin : begin + count] = token_ids
+        self.last_tokens[slot] = token_ids[-1]
+        self.counts.num_tokens[slot] += count
+        self.counts.num_computed[slot] += count - 1
+        self.sampling(slot).extend(token_ids)
+
     def append_steps(self, slots: Int64Array, token_ids: Int64Array) -> None:
         """Append the tokens drawn in several steps, int64 [steps, slots], and count as many computed tokens."""
         steps = len(token_ids)
@@ -203,10 +212,10 @@ class SlotTable:
         for i in kept:
             expected.samplings[i].settle(token_ids[i])
 
-    def wants_prompt_logprobs(self, slot: int) -> bool:
-        """Return whether log-probabilities of the slot's prompt are wanted; False for a free or unknown slot."""
+    def reports_spans(self, slot: int) -> bool:
+        """Return whether more than a token is wanted of the slot's spans; False for a free or unknown slot."""
         sampling = self._samplings[slot] if slot < len(self._samplings) else None
-        return sampling is not None and sampling.num_prompt_logprobs is not None
+        return sampling is not None and (sampling.num_prompt_logprobs is not None or bool(sampling.pooling))
 
     def _release(self, slot: int) -> None:
         self.counts.set(slot, num_tokens=0, num_computed=0, num_blocks=0)

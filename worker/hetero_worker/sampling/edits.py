@@ -10,6 +10,7 @@ vocabulary would have got, and the result is bitwise the same on every layout.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,6 +56,15 @@ class TokenCounts:
             self._grow()
         self._ids[entry] = token_id
         self._counts[entry] += 1
+
+    def followed_by(self, token_ids: Sequence[int]) -> TokenCounts:
+        """Return a copy that counts more output tokens."""
+        counts = copy(self)
+        counts._entries = self._entries.copy()
+        counts._ids, counts._counts = self._ids.copy(), self._counts.copy()
+        for token_id in token_ids:
+            counts.append(token_id)
+        return counts
 
     def _grow(self) -> None:
         room = max(64, len(self._ids))

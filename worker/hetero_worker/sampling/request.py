@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -78,6 +79,7 @@ class SequenceSampling:
         self._end_ids = np.array(sampling.end_token_ids, dtype=np.int64)
         self.num_logprobs = sampling.num_logprobs if sampling.HasField("num_logprobs") else None
         self.num_prompt_logprobs = sampling.num_prompt_logprobs if sampling.HasField("num_prompt_logprobs") else None
+        self.pooling = sampling.pooling
         self._is_unchanged = self._bias is None and self._penalties is None and self.num_logprobs is None
 
     @property
@@ -109,8 +111,11 @@ class SequenceSampling:
         if self._penalties is not None:
             self._penalties.counts.append(token_id)
 
-    def draw(self, mask: bytes | None = None) -> SamplingRow:
-        """Return how the next token is drawn; `mask` has the format of TokenMasks."""
+    def draw(self, mask: bytes | None = None, *, ahead: Sequence[int] = ()) -> SamplingRow:
+        """Return how the next token is drawn, or the one that follows tokens `ahead`, which are not appended.
+
+        `mask` has the format of TokenMasks.
+        """
         sampling = self._sampling
         return SamplingRow(
             temperature=sampling.temperature,
@@ -118,21 +123,25 @@ class SequenceSampling:
             top_p=sampling.top_p,
             min_p=sampling.min_p,
             seed=sampling.seed,
-            position=self._num_prompt + self._num_output,
-            edits=self._edits(mask),
+            position=self._num_prompt + self._num_output + len(ahead),
+            edits=self._edits(mask, ahead),
             num_logprobs=self.num_logprobs,
         )
 
-    def _edits(self, mask: bytes | None) -> LogitEdits | None:
-        banned = self._end_ids if self._num_output < self._sampling.min_tokens and len(self._end_ids) else None
+    def _edits(self, mask: bytes | None, ahead: Sequence[int]) -> LogitEdits | None:
+        is_short = self._num_output + len(ahead) < self._sampling.min_tokens
+        banned = self._end_ids if is_short and len(self._end_ids) else None
+        penalties = self._penalties
+        if penalties is not None and ahead:
+            penalties = replace(penalties, counts=penalties.counts.followed_by(ahead))
         if mask is None:
-            if banned is None and self._bias is None and self._penalties is None:
+            if banned is None and self._bias is None and penalties is None:
                 return None
-            return LogitEdits(self._bias, self._penalties, banned)
+            return LogitEdits(self._bias, penalties, banned)
         allowed = np.frombuffer(mask, dtype=np.uint8)
         if banned is not None:
             allowed = mask_without(allowed, banned)
-        return LogitEdits(self._bias, self._penalties, mask=allowed)
+        return LogitEdits(self._bias, penalties, mask=allowed)
 
 
 def _bias_of(sampling: ranks_pb2.Sampling) -> Bias | None:

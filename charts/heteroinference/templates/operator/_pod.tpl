@@ -14,6 +14,24 @@
   value: {{ .Values.clusterDomain | quote }}
 - name: HETERO_OPERATOR_RUN_AS_USER
   value: {{ .Values.runAsUser | int64 | quote }}
+- name: HETERO_OPERATOR_INSIDE_TLS
+  value: {{ .Values.insideTls | quote }}
+- name: HETERO_OPERATOR_NAMESPACE_USERS
+  value: {{ .Values.namespaceUsers | quote }}
+- name: HETERO_OPERATOR_CLUSTER_DNS
+  value: {{ join "," .Values.clusterDns | quote }}
+- name: HETERO_OPERATOR_ALLOWED_HOST_PATHS
+  value: {{ join "," .Values.policy.hostPaths | quote }}
+- name: HETERO_OPERATOR_ALLOWED_IMAGES
+  value: {{ join "," .Values.policy.images | quote }}
+- name: HETERO_OPERATOR_ALLOWED_SECRETS
+  value: {{ join "," .Values.policy.secrets | quote }}
+- name: HETERO_OPERATOR_ALLOWED_PRIORITY_CLASSES
+  value: {{ join "," .Values.policy.priorityClasses | quote }}
+- name: HETERO_OPERATOR_ALLOWED_SCHEDULERS
+  value: {{ join "," .Values.policy.schedulers | quote }}
+- name: HETERO_OPERATOR_ALLOWED_RUNTIME_CLASSES
+  value: {{ join "," .Values.policy.runtimeClasses | quote }}
 - name: HETERO_OPERATOR_OWN_NAMESPACE
   valueFrom:
     fieldRef:
@@ -77,4 +95,23 @@ podAntiAffinity:
     matchLabels:
       {{- include "heteroinference.selector" . | nindent 6 }}
 {{- end -}}
+{{- end -}}
+
+{{/* Entries of clusterDns as peers of a NetworkPolicy. */}}
+{{- define "heteroinference.dnsPeers" -}}
+{{- range . }}
+{{- if contains "=" . }}
+{{- $parts := splitn "/" 2 . }}
+{{- $label := splitn "=" 2 $parts._1 }}
+- namespaceSelector:
+    matchLabels:
+      kubernetes.io/metadata.name: {{ $parts._0 | quote }}
+  podSelector:
+    matchLabels:
+      {{ $label._0 | quote }}: {{ $label._1 | quote }}
+{{- else }}
+- ipBlock:
+    cidr: {{ . | quote }}
+{{- end }}
+{{- end }}
 {{- end -}}

@@ -11,18 +11,16 @@ it is asked for by name (`get`), so that nothing of a stranger is taken over.
   resources: [heteroinferences/status]
   verbs: [patch]
 # These stay as long as their resource, and go with it by owner references.
-- apiGroups: [apps]
-  resources: [deployments]
-  verbs: [get, list, watch, create, patch]
 - apiGroups: [""]
-  resources: [serviceaccounts, services]
+  resources: [serviceaccounts]
   verbs: [get, list, watch, create, patch]
-# These go when the resource wants them no more; StatefulSets when ranks move into one pod, or out of it.
+# These go when the resource wants them no more; StatefulSets when ranks move into one pod, or out of it. All but
+# NetworkPolicies and PodMonitors go with a replica that is not asked for any more.
 - apiGroups: [apps]
-  resources: [statefulsets]
+  resources: [deployments, statefulsets]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
-  resources: [configmaps]
+  resources: [configmaps, services]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]

@@ -23,11 +23,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime, timedelta
+from functools import lru_cache
 from typing import Any, Final
 
 import yaml
 
 from hetero_api.contract import (
+    ANNOTATION_RENEW_AFTER,
     API_VERSION,
     CONFIG_MANIFEST_KEY,
     CONFIG_TEMPLATES_KEY,
@@ -41,16 +44,26 @@ from hetero_api.contract import (
     SECRET_GROUP_TOKEN_KEY,
 )
 from hetero_api.effects import fields_with
-from hetero_operator.reconcile.inventory import CONFIG_MAP, DEPLOYMENT, STATEFUL_SET, Inventory, template_label_of
+from hetero_operator.reconcile.inventory import (
+    CONFIG_MAP,
+    DEPLOYMENT,
+    SECRET,
+    STATEFUL_SET,
+    Inventory,
+    template_label_of,
+)
 from hetero_operator.reconcile.manifests.gateway import gateway_template
 from hetero_operator.reconcile.manifests.rank_pod import rank_template
 from hetero_operator.reconcile.manifests.rendering import Rendering, manifest
 from hetero_operator.reconcile.model import NewSecret, Object, RenderOptions
 from hetero_operator.reconcile.rank_sets import RankSet, rank_sets
 from hetero_operator.reconcile.revision import GATEWAY_EFFECTS
+from hetero_operator.reconcile.status.text import parsed_time, timestamp
 
 _KIND: Final = ("v1", "ConfigMap")
 _ACCOUNT: Final = ("v1", "ServiceAccount")
+RENEWED_AFTER: Final = timedelta(days=10)
+"""Age of certificates at which new ones are made; they last for three times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +116,13 @@ def stored_templates(config: Object) -> PodTemplates:
 
 def stored_resource(config: Object) -> Object:
     """Return the resource that a ConfigMap holds, decoded."""
-    resource: Object = yaml.safe_load(config["data"][CONFIG_MANIFEST_KEY])
+    return _decoded(config["data"][CONFIG_MANIFEST_KEY])
+
+
+@lru_cache(maxsize=256)
+def _decoded(text: str) -> Object:
+    """Return a manifest, decoded once: replicas have equal ones, which are read at every look of a roll-out."""
+    resource: Object = yaml.safe_load(text)
     return resource
 
 
@@ -151,15 +170,43 @@ def _template_of(workload: Object) -> Object:
 
 
 def accounts(rendering: Rendering) -> list[dict[str, Any]]:
-    """Return one ServiceAccount for the ranks, one for the gateway."""
-    components = {rendering.names.rank_account: ROLE_RANK, rendering.names.gateway: ROLE_GATEWAY}
+    """Return one ServiceAccount for the ranks, one for the gateways of all replicas."""
+    components = {rendering.names.rank_account: ROLE_RANK, rendering.names.gateway_account: ROLE_GATEWAY}
     return [
         manifest(rendering, _ACCOUNT, name, component=component, automountServiceAccountToken=False)
         for name, component in components.items()
     ]
 
 
-def group_secret(rendering: Rendering) -> NewSecret:
+def group_secrets(
+    rendering: Rendering, templates: PodTemplates, inventory: Inventory, now: datetime
+) -> list[NewSecret]:
+    """Return the Secrets of the wanted revision; one with certificates that are due takes its own place."""
+    names = rendering.names
+    if not templates.options.inside_tls:
+        return [_group_secret(rendering)]
+    host = f"{names.gateway}.{rendering.namespace}.svc"
+    stored = inventory.named(SECRET, names.inside_secret(rendering.revisions.ranks))
+    secret = manifest(
+        rendering, ("v1", "Secret"), names.inside_secret(rendering.revisions.ranks), component=ROLE_GATEWAY,
+        labels={LABEL_REVISION: rendering.revisions.ranks}, type="Opaque",
+        annotations={ANNOTATION_RENEW_AFTER: timestamp(now + RENEWED_AFTER)},
+    )  # fmt: skip
+    certificates = NewSecret(
+        secret,
+        gateway_names=(host, f"{host}.{templates.options.cluster_domain}", "localhost"),
+        renews=stored["metadata"]["uid"] if stored is not None and _is_due(stored, now) else "",
+    )
+    return [_group_secret(rendering), certificates]
+
+
+def _is_due(secret: Object, now: datetime) -> bool:
+    """Return whether certificates are to be made again; those of which nothing is known are."""
+    due = parsed_time((secret["metadata"].get("annotations") or {}).get(ANNOTATION_RENEW_AFTER))
+    return due is None or due <= now
+
+
+def _group_secret(rendering: Rendering) -> NewSecret:
     """Return the Secret of the wanted revision; its values are generated when it is created, and never again."""
     revision = rendering.revisions.ranks
     secret = manifest(

@@ -24,14 +24,24 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Final
 
-from hetero_api.contract import ANNOTATION_RENDER, POD_GROUP_TOKEN_FILE, SECRET_GROUP_TOKEN_KEY
+from hetero_api.contract import (
+    ANNOTATION_RENDER,
+    POD_GROUP_TOKEN_FILE,
+    POD_INSIDE_TLS_DIR,
+    ROLE_RANK,
+    SECRET_GROUP_TOKEN_KEY,
+    SECRET_INSIDE_AUTHORITY,
+    TLS_AUTHORITY,
+    TLS_CERTIFICATE,
+    TLS_KEY,
+)
 from hetero_api.quantity import format_bytes
 from hetero_api.spec import HeteroInferenceSpec
 from hetero_api.spec_cluster import ResourcesSpec, SpreadPolicy, Toleration
 from hetero_api.spec_model import SecretKeyRef
 from hetero_api.spec_pools import PoolSpec, PoolType
 from hetero_operator.reconcile.manifests.optional_kinds import device_class, rank_scheduler
-from hetero_operator.reconcile.manifests.rendering import Rendering, rank_selector
+from hetero_operator.reconcile.manifests.rendering import Rendering, group_selector, instance_selector, role_selector
 from hetero_operator.reconcile.model import RenderOptions
 
 _STARTUP_PERIOD_S: Final = 10
@@ -41,6 +51,7 @@ _GATEWAY_STARTUP_S: Final = 300
 TMP_DIR: Final = "/tmp"
 _TMP: Final = "tmp"
 _GROUP_TOKEN: Final = "group-token"
+INSIDE_VOLUME: Final = "inside-tls"
 SECRET_FILE_MODE: Final = 0o440
 """Mode of files from Secrets: the owner is root, the pod's group may read."""
 _DECIMAL_SUFFIXES: Final = (("P", 10**15), ("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3))
@@ -198,6 +209,20 @@ def group_token(rendering: Rendering) -> MountedFiles:
     return secret_file(_GROUP_TOKEN, SecretKeyRef(name=name, key=SECRET_GROUP_TOKEN_KEY), POD_GROUP_TOKEN_FILE)
 
 
+def inside_certificate(rendering: Rendering, certificate: str, key: str) -> MountedFiles:
+    """Return a certificate of the group's inside as files, given its keys in the Secret; nothing without inside TLS."""
+    if not rendering.options.inside_tls:
+        return MountedFiles()
+    name = rendering.names.inside_secret(rendering.revisions.ranks)
+    files = {SECRET_INSIDE_AUTHORITY: TLS_AUTHORITY, certificate: TLS_CERTIFICATE, key: TLS_KEY}
+    return _secret_folder(INSIDE_VOLUME, name, files, POD_INSIDE_TLS_DIR)
+
+
+def inside_arguments(rendering: Rendering) -> dict[str, str]:
+    """Return the option that names these files; nothing where there are none."""
+    return {"--inside-tls-dir": POD_INSIDE_TLS_DIR} if rendering.options.inside_tls else {}
+
+
 def secret_file(volume: str, secret: SecretKeyRef | None, path: str) -> MountedFiles:
     """Return one key of a Secret as the file `path`, alone in its folder; nothing when there is no Secret."""
     if secret is None:
@@ -290,7 +315,7 @@ def rank_scheduling(rendering: Rendering, pool: PoolSpec) -> dict[str, Any]:
         node_selector={**spec.scheduling.node_selector, **pool.scheduling.node_selector},
         tolerations=[*spec.scheduling.tolerations, *pool.scheduling.tolerations],
     )
-    affinity = _shared_domain(rendering)
+    affinity = {**_shared_domain(rendering), **_apart(rendering)}
     return {**fields, "affinity": affinity} if affinity else fields
 
 
@@ -336,13 +361,29 @@ def _covers(toleration: Toleration, taint: str) -> bool:
     return toleration.key in (None, taint) and toleration.effect in (None, "NoExecute")
 
 
-def _shared_domain(rendering: Rendering) -> dict[str, Any] | None:
-    """Return the affinity of every rank to all ranks of the resource."""
+def _shared_domain(rendering: Rendering) -> dict[str, Any]:
+    """Return the affinity of every rank to all ranks of its replica."""
     topology = rendering.spec.scheduling.topology
     if topology is None:
-        return None
-    term = {"topologyKey": topology.key, "labelSelector": {"matchLabels": rank_selector(rendering)}}
-    if topology.policy == SpreadPolicy.REQUIRED:
-        return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+        return {}
+    selector = {"matchLabels": group_selector(rendering, ROLE_RANK)}
+    return {"podAffinity": _affinity(topology.key, selector, topology.policy)}
+
+
+def _apart(rendering: Rendering) -> dict[str, Any]:
+    """Return the aversion of every rank to ranks of other replicas."""
+    spread = rendering.spec.scheduling.replica_spread
+    if spread is None:
+        return {}
+    [(label, group)] = instance_selector(rendering).items()
+    others = {"key": label, "operator": "NotIn", "values": [group]}
+    selector = {"matchLabels": role_selector(rendering, ROLE_RANK), "matchExpressions": [others]}
+    return {"podAntiAffinity": _affinity(spread.key, selector, spread.policy)}
+
+
+def _affinity(key: str, selector: Mapping[str, Any], policy: SpreadPolicy) -> dict[str, Any]:
+    term = {"topologyKey": key, "labelSelector": selector}
+    if policy == SpreadPolicy.REQUIRED:
+        return {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
     preferred = {"weight": _FULL_WEIGHT, "podAffinityTerm": term}
-    return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [preferred]}}
+    return {"preferredDuringSchedulingIgnoredDuringExecution": [preferred]}

@@ -22,12 +22,15 @@ from hetero_api.contract import (
     POD_TLS_DIR,
     ROLE_GATEWAY,
     SECRET_ADMIN_TOKEN_KEY,
+    SECRET_GATEWAY_CERTIFICATE,
+    SECRET_GATEWAY_KEY,
     TLS_AUTHORITY,
     TLS_CERTIFICATE,
     TLS_KEY,
 )
-from hetero_api.spec import GatewaySpec
+from hetero_api.spec import GatewaySpec, HeteroInferenceSpec
 from hetero_api.spec_model import SecretKeyRef
+from hetero_operator.reconcile.manifests.adaptation import Adaptation, adapted
 from hetero_operator.reconcile.manifests.containers import (
     TMP_DIR,
     MountedFiles,
@@ -37,13 +40,15 @@ from hetero_operator.reconcile.manifests.containers import (
     gateway_resources,
     gateway_scheduling,
     group_token,
+    inside_arguments,
+    inside_certificate,
     pod_template,
     secret_file,
     secret_folder,
     tmp_files,
 )
 from hetero_operator.reconcile.manifests.model_volumes import deliver_model, served_path
-from hetero_operator.reconcile.manifests.rendering import Rendering, common_labels, gateway_selector, manifest
+from hetero_operator.reconcile.manifests.rendering import Rendering, common_labels, manifest, workload_selector
 from hetero_operator.reconcile.names import GATEWAY_CONTAINER, GATEWAY_PORTS
 
 _KIND: Final = ("apps/v1", "Deployment")
@@ -56,10 +61,10 @@ _CONFIG_DIR: Final = POD_MANIFEST.rpartition("/")[0]
 def deployment(rendering: Rendering, template: Mapping[str, Any]) -> dict[str, Any]:
     """Return the gateway's Deployment with a pod template."""
     spec = {
-        "replicas": 1 if rendering.runs else 0,
+        "replicas": 1 if rendering.has_gateway else 0,
         "strategy": {"type": "Recreate"},
         "revisionHistoryLimit": _HISTORY,
-        "selector": {"matchLabels": gateway_selector(rendering)},
+        "selector": {"matchLabels": workload_selector(rendering, ROLE_GATEWAY)},
         "template": dict(template),
     }
     return manifest(
@@ -67,10 +72,19 @@ def deployment(rendering: Rendering, template: Mapping[str, Any]) -> dict[str, A
     )
 
 
+def gateway_additions(spec: HeteroInferenceSpec) -> list[Adaptation]:
+    """Return what the user adds to the gateway's pod."""
+    return [Adaptation.of("spec.gateway", spec.gateway)]
+
+
 def gateway_template(rendering: Rendering) -> dict[str, Any]:
     """Return metadata and spec of the gateway's pod."""
+    return adapted(plain_gateway_template(rendering), gateway_additions(rendering.spec))
+
+
+def plain_gateway_template(rendering: Rendering) -> dict[str, Any]:
+    """Return metadata and spec of the gateway's pod before what users add."""
     spec, names = rendering.spec, rendering.names
-    tls = spec.gateway.tls
     image = spec.images.gateway or rendering.options.gateway_image
     resources = gateway_resources(spec.gateway.resources)
     admin = SecretKeyRef(name=names.group_secret(rendering.revisions.ranks), key=SECRET_ADMIN_TOKEN_KEY)
@@ -78,18 +92,22 @@ def gateway_template(rendering: Rendering) -> dict[str, Any]:
         deliver_model(rendering, image=image, resources=resources, tokenizer_only=True),
         _config(rendering),
         group_token(rendering),
+        inside_certificate(rendering, SECRET_GATEWAY_CERTIFICATE, SECRET_GATEWAY_KEY),
         secret_file("admin-token", admin, POD_ADMIN_TOKEN_FILE),
         secret_file("keys", spec.gateway.keys_secret, POD_KEYS_FILE),
-        secret_folder("tls", tls.secret_name if tls else None, (TLS_CERTIFICATE, TLS_KEY), POD_TLS_DIR),
-        secret_folder("client-ca", tls.client_ca_secret_name if tls else None, (TLS_AUTHORITY,), POD_CLIENT_CA_DIR),
+        *door_certificates(spec.gateway),
         tmp_files(),
     ]
     return pod_template(
         rendering,
         files,
-        labels={**common_labels(rendering, ROLE_GATEWAY), **gateway_selector(rendering), **_revision_labels(rendering)},
+        labels={
+            **common_labels(rendering, ROLE_GATEWAY),
+            **workload_selector(rendering, ROLE_GATEWAY),
+            **_revision_labels(rendering),
+        },
         annotations={},
-        account=names.gateway,
+        account=names.gateway_account,
         grace_period_s=spec.gateway.drain_timeout_seconds + _GRACE_AFTER_DRAIN_S,
         scheduling=gateway_scheduling(spec),
         containers=[_container(rendering, image, resources, files)],
@@ -110,6 +128,7 @@ def _container(
         args=[
             "--manifest", POD_MANIFEST, "--model", served_path(rendering.spec.model), "--host", "0.0.0.0", *listen,
             *_access_arguments(rendering.spec.gateway),
+            *(text for option in inside_arguments(rendering).items() for text in option),
         ],
         env={
             ENV_GROUP_TOKEN_FILE: POD_GROUP_TOKEN_FILE, ENV_ADMIN_TOKEN_FILE: POD_ADMIN_TOKEN_FILE, "HOME": TMP_DIR,
@@ -124,6 +143,20 @@ def _access_arguments(gateway: GatewaySpec) -> Iterator[str]:
     """Yield the arguments that name the files of the front door's Secrets."""
     if gateway.keys_secret is not None:
         yield from ("--keys", POD_KEYS_FILE)
+    yield from door_arguments(gateway)
+
+
+def door_certificates(gateway: GatewaySpec) -> list[MountedFiles]:
+    """Return the files of the front door's TLS."""
+    tls = gateway.tls
+    return [
+        secret_folder("tls", tls.secret_name if tls else None, (TLS_CERTIFICATE, TLS_KEY), POD_TLS_DIR),
+        secret_folder("client-ca", tls.client_ca_secret_name if tls else None, (TLS_AUTHORITY,), POD_CLIENT_CA_DIR),
+    ]
+
+
+def door_arguments(gateway: GatewaySpec) -> Iterator[str]:
+    """Yield the arguments that name these files."""
     if gateway.tls is not None:
         yield from ("--tls-dir", POD_TLS_DIR)
         if gateway.tls.client_ca_secret_name is not None:

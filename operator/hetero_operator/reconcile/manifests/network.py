@@ -1,12 +1,13 @@
 """Services and NetworkPolicies: how pods are found, and who may talk to them.
 
-The client's Service is the front door. Two headless ones are for the inside of a group. They publish addresses that
-are not ready: ranks have to find the gateway, and one another, before anything is ready.
+The client's Service is the front door of all replicas. Two headless ones are for the inside of each group. They publish
+addresses that are not ready: ranks have to find the gateway, and one another, before anything is ready.
 
 Collectives between ranks are not encrypted, those of GPUs and Gloo not authenticated either, and use ports of their own
 choosing: ranks are open to one another and closed to everybody else. The gateway's client ports are open to pods of its
-namespace, or to all, its admin port to the operator alone, its ranks port to this group's ranks. Metrics are open:
-nobody can know where Prometheus runs.
+namespace, or to all, its admin port to the operator alone, its ranks port to this group's ranks. Metrics are open
+unless the spec says where Prometheus runs. Pods ask the cluster's name servers and no others, since a name that is
+looked up elsewhere can carry data out.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from hetero_api.contract import ANNOTATION_CLIENTS, POD_HEALTH_PORT, ROLE_GATEWAY, ROLE_RANK
+from hetero_api.contract import ANNOTATION_CLIENTS, COMPONENT_RESPONDER, POD_HEALTH_PORT, ROLE_GATEWAY, ROLE_RANK
 from hetero_operator.reconcile.exposure import Clients
 from hetero_operator.reconcile.manifests.model_volumes import HUB, parse_model_uri
 from hetero_operator.reconcile.manifests.rendering import (
     OPERATOR_APPLICATION,
     Rendering,
-    gateway_selector,
+    group_selector,
     manifest,
-    rank_selector,
+    responder_selector,
+    role_selector,
 )
+from hetero_operator.reconcile.model import ANY_NAME
 from hetero_operator.reconcile.names import GATEWAY_PORTS, RANK_PORT
 from hetero_operator.reconcile.rank_sets import health_ports
 
@@ -36,25 +39,32 @@ _NAMESPACE_NAME: Final = "kubernetes.io/metadata.name"
 _NAMESPACE_NAME_SINCE: Final = (1, 21)
 
 
-def services(rendering: Rendering) -> list[dict[str, Any]]:
-    """Return the ranks' headless Service, the gateway's, and the client's."""
-    names, service, gateway = rendering.names, rendering.spec.gateway.service, gateway_selector(rendering)
+def group_services(rendering: Rendering) -> list[dict[str, Any]]:
+    """Return the headless Services of a replica's ranks and of its gateway."""
+    names = rendering.names
+    ranks, gateway = (group_selector(rendering, role) for role in (ROLE_RANK, ROLE_GATEWAY))
     inside = {name: GATEWAY_PORTS[name] for name in ("ranks", "admin", "metrics")}
+    return [
+        manifest(
+            rendering, _SERVICE, names.ranks, component=ROLE_RANK, spec=_headless(ranks, {RANK_PORT: POD_HEALTH_PORT})
+        ),
+        manifest(rendering, _SERVICE, names.gateway, component=ROLE_GATEWAY, spec=_headless(gateway, inside)),
+    ]
+
+
+def client_service(rendering: Rendering, *, responds: bool) -> dict[str, Any]:
+    """Return the Service that clients dial: the ready gateways of all replicas, or the responder in their place."""
+    service = rendering.spec.gateway.service
     front_door = [
         {"name": "grpc", "port": service.port, "protocol": "TCP", "targetPort": "inference"},
         {"name": "http", "port": service.http_port, "protocol": "TCP", "targetPort": "http"},
     ]
-    return [
-        manifest(
-            rendering, _SERVICE, names.ranks, component=ROLE_RANK,
-            spec=_headless(rank_selector(rendering), {RANK_PORT: POD_HEALTH_PORT}),
-        ),
-        manifest(rendering, _SERVICE, names.gateway, component=ROLE_GATEWAY, spec=_headless(gateway, inside)),
-        manifest(
-            rendering, _SERVICE, names.resource, component=ROLE_GATEWAY, annotations=service.annotations,
-            spec={"type": service.type, "selector": gateway, "ports": front_door},
-        ),
-    ]  # fmt: skip
+    selector = responder_selector(rendering) if responds else role_selector(rendering, ROLE_GATEWAY)
+    spec = {"type": service.type, "selector": selector, "ports": front_door}
+    return manifest(
+        rendering, _SERVICE, rendering.names.resource, component=ROLE_GATEWAY, annotations=service.annotations,
+        spec=spec,
+    )  # fmt: skip
 
 
 def _headless(selector: dict[str, str], ports: dict[str, int]) -> dict[str, Any]:
@@ -68,20 +78,24 @@ def _headless(selector: dict[str, str], ports: dict[str, int]) -> dict[str, Any]
 
 
 def network_policies(rendering: Rendering, *, clients: Clients) -> list[dict[str, Any]]:
-    """Return one policy for the ranks and one for the gateway; none when the user wants none."""
+    """Return one policy for the ranks and one for the gateways of all replicas; none when the user wants none."""
     if not rendering.spec.network_policy.enabled:
         return []
-    names, ranks, gateway = rendering.names, rank_selector(rendering), gateway_selector(rendering)
+    names = rendering.names
+    ranks, gateway = (role_selector(rendering, role) for role in (ROLE_RANK, ROLE_GATEWAY))
     return [
         _policy(
-            rendering, names.ranks, component=ROLE_RANK, selector=ranks,
-            ingress=[{"from": [_pods(ranks)]}, {"ports": _tcp(health_ports(rendering.spec).values())}],
+            rendering, names.rank_policy, component=ROLE_RANK, selector=ranks,
+            ingress=[
+                {"from": [_pods(ranks)]},
+                {**_metrics_from(rendering), "ports": _tcp(health_ports(rendering.spec).values())},
+            ],
             egress=[{"to": [_pods(ranks)]}, {"to": [_pods(gateway)], "ports": _gateways("ranks")}],
         ),
         _policy(
-            rendering, names.gateway, component=ROLE_GATEWAY, selector=gateway,
+            rendering, names.gateway_account, component=ROLE_GATEWAY, selector=gateway,
             ingress=[
-                {"ports": _gateways("metrics")},
+                {**_metrics_from(rendering), "ports": _gateways("metrics")},
                 {**_from(clients), "ports": _gateways("inference", "http")},
                 {"from": [_pods(ranks)], "ports": _gateways("ranks")},
                 {"from": [_operator(rendering)], "ports": _gateways("admin", "inference")},
@@ -89,6 +103,19 @@ def network_policies(rendering: Rendering, *, clients: Clients) -> list[dict[str
             egress=[], annotations={ANNOTATION_CLIENTS: clients.value},
         ),
     ]  # fmt: skip
+
+
+def responder_policy(rendering: Rendering, *, clients: Clients) -> list[dict[str, Any]]:
+    """Return the policy of the responder, which calls nobody; none when the user wants none."""
+    if not rendering.spec.network_policy.enabled:
+        return []
+    spec = {
+        "podSelector": {"matchLabels": responder_selector(rendering)},
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": [{**_from(clients), "ports": _gateways("inference", "http")}],
+        "egress": [],
+    }
+    return [manifest(rendering, _POLICY, rendering.names.responder, component=COMPONENT_RESPONDER, spec=spec)]
 
 
 def _policy(
@@ -115,21 +142,45 @@ def _from(clients: Clients) -> dict[str, Any]:
     return {"from": [{"podSelector": {}}]} if clients is Clients.NAMESPACE else {}
 
 
+def _metrics_from(rendering: Rendering) -> dict[str, Any]:
+    """Return the part of a rule that says whose pods may scrape; nothing where anyone may. The kubelet always may."""
+    namespaces = rendering.spec.network_policy.metrics_from
+    return {"from": [_namespace(name) for name in namespaces]} if namespaces else {}
+
+
 def _outside(rendering: Rendering) -> list[dict[str, Any]]:
-    """Return the rules for other hosts. Names are always looked up; the files of a Hub model lie on many hosts."""
-    rules = [{"ports": [{"protocol": protocol, "port": port} for port in _DNS_PORTS for protocol in ("UDP", "TCP")]}]
+    """Return the rules for other hosts: name servers, and the many hosts that the files of a Hub model lie on."""
+    ports = [{"protocol": protocol, "port": port} for port in _DNS_PORTS for protocol in ("UDP", "TCP")]
+    servers = rendering.policy.cluster_dns
+    asked = {} if ANY_NAME in servers else {"to": [_name_server(rendering, entry) for entry in servers]}
+    rules: list[dict[str, Any]] = [{**asked, "ports": ports}] if servers else []
     is_fetched = parse_model_uri(rendering.spec.model.uri).scheme == HUB
     if rendering.spec.network_policy.allow_model_egress and is_fetched:
         rules.append({"ports": [{"protocol": "TCP", "port": _HTTPS_PORT}]})
     return rules
 
 
+def _name_server(rendering: Rendering, entry: str) -> dict[str, Any]:
+    """Return the peer that an entry of Policy.cluster_dns means."""
+    if "=" not in entry:
+        return {"ipBlock": {"cidr": entry}}
+    namespace, _, label = entry.partition("/")
+    key, _, value = label.partition("=")
+    named = rendering.capabilities.version >= _NAMESPACE_NAME_SINCE
+    return {**(_namespace(namespace) if named else {"namespaceSelector": {}}), **_pods({key: value})}
+
+
+def _namespace(name: str) -> dict[str, Any]:
+    """Return the namespace of a name as a peer."""
+    return {"namespaceSelector": {"matchLabels": {_NAMESPACE_NAME: name}}}
+
+
 def _operator(rendering: Rendering) -> dict[str, Any]:
     """Return the operator's pods: in its namespace, where namespaces can be selected by name; else in any."""
     options = rendering.options
     named = options.operator_namespace and rendering.capabilities.version >= _NAMESPACE_NAME_SINCE
-    namespaces = {"matchLabels": {_NAMESPACE_NAME: options.operator_namespace}} if named else {}
-    return {"namespaceSelector": namespaces, **_pods({"app.kubernetes.io/name": OPERATOR_APPLICATION})}
+    namespaces = _namespace(options.operator_namespace) if named else {"namespaceSelector": {}}
+    return {**namespaces, **_pods({"app.kubernetes.io/name": OPERATOR_APPLICATION})}
 
 
 def _pods(labels: Mapping[str, str]) -> dict[str, Any]:

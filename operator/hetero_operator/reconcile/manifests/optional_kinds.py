@@ -20,7 +20,7 @@ from hetero_api.contract import LABEL_NAME, LABEL_POOL, LABEL_REVISION, LABEL_RO
 from hetero_api.spec import HeteroInferenceSpec
 from hetero_api.spec_cluster import GangScheduler
 from hetero_api.spec_pools import PoolSpec
-from hetero_operator.reconcile.manifests.rendering import Rendering, manifest, rank_selector
+from hetero_operator.reconcile.manifests.rendering import Rendering, group_selector, manifest
 from hetero_operator.reconcile.model import Object
 from hetero_operator.reconcile.rank_sets import health_ports, num_rank_pods
 
@@ -38,6 +38,7 @@ _KUEUE_COUNT_ANNOTATION: Final = "kueue.x-k8s.io/pod-group-total-count"
 _KUEUE_SERVING_ANNOTATION: Final = "kueue.x-k8s.io/pod-group-serving"
 _BUDGET_KINDS: Final = (("policy/v1", "PodDisruptionBudget"), ("policy/v1beta1", "PodDisruptionBudget"))
 """Newest first; both spell what we use alike."""
+_ALL_PODS: Final = "100%"
 POD_MONITOR: Final = ("monitoring.coreos.com/v1", "PodMonitor")
 
 
@@ -84,7 +85,7 @@ def pod_groups(rendering: Rendering) -> list[dict[str, Any]]:
         spec["queue"] = gang.queue
     if rendering.spec.scheduling.priority_class_name:
         spec["priorityClassName"] = rendering.spec.scheduling.priority_class_name
-    return [manifest(rendering, POD_GROUP, rendering.names.resource, component=ROLE_RANK, spec=spec)]
+    return [manifest(rendering, POD_GROUP, rendering.names.group, component=ROLE_RANK, spec=spec)]
 
 
 def gang_labels(rendering: Rendering) -> dict[str, str]:
@@ -103,7 +104,7 @@ def gang_annotations(rendering: Rendering) -> dict[str, str]:
             count = str(num_rank_pods(rendering.spec))
             return {_KUEUE_COUNT_ANNOTATION: count, _KUEUE_SERVING_ANNOTATION: "true"}
         case GangScheduler.VOLCANO:
-            return {_VOLCANO_GROUP_ANNOTATION: rendering.names.resource}
+            return {_VOLCANO_GROUP_ANNOTATION: rendering.names.group}
         case GangScheduler.NONE:
             return {}
 
@@ -114,12 +115,18 @@ def rank_scheduler(spec: HeteroInferenceSpec) -> str | None:
     return spec.scheduling.scheduler_name or (_VOLCANO_SCHEDULER if volcano else None)
 
 
-def disruption_budgets(rendering: Rendering) -> list[dict[str, Any]]:
-    """Return the budget in the newest version that the cluster has; none when the user wants none."""
+def disruption_budgets(rendering: Rendering, *, others_serve: bool | None) -> list[dict[str, Any]]:
+    """Return a replica's budget in the newest version that the cluster has; none when the user wants none.
+
+    It lets pods go while all other replicas serve. The ranks of a replica that is alone (None) never go.
+    """
     kinds = [kind for kind in _BUDGET_KINDS if rendering.capabilities.has(*kind)]
     if not rendering.spec.disruption_budget.enabled or not kinds:
         return []
-    spec = {"maxUnavailable": 0, "selector": {"matchLabels": rank_selector(rendering)}}
+    selector = group_selector(rendering, ROLE_RANK)
+    if others_serve is not None:
+        del selector[LABEL_ROLE]
+    spec = {"maxUnavailable": _ALL_PODS if others_serve else 0, "selector": {"matchLabels": selector}}
     return [manifest(rendering, kinds[0], rendering.names.ranks, component=ROLE_RANK, spec=spec)]
 
 

@@ -23,9 +23,13 @@ from hetero_api.contract import (
     POD_GROUP_TOKEN_FILE,
     RANKS_PORT,
     ROLE_RANK,
+    SECRET_RANK_CERTIFICATE,
+    SECRET_RANK_KEY,
 )
 from hetero_api.host.topology import NumaPolicy
+from hetero_api.spec import HeteroInferenceSpec
 from hetero_api.spec_pools import PoolSpec, PoolType
+from hetero_operator.reconcile.manifests.adaptation import Adaptation, adapted
 from hetero_operator.reconcile.manifests.containers import (
     TMP_DIR,
     MountedFiles,
@@ -33,6 +37,8 @@ from hetero_operator.reconcile.manifests.containers import (
     container_ports,
     device_numbers,
     group_token,
+    inside_arguments,
+    inside_certificate,
     memory,
     pod_field,
     pod_template,
@@ -44,7 +50,8 @@ from hetero_operator.reconcile.manifests.containers import (
 )
 from hetero_operator.reconcile.manifests.model_volumes import deliver_model, served_path
 from hetero_operator.reconcile.manifests.optional_kinds import CLAIM_NAME, device_class, gang_annotations, gang_labels
-from hetero_operator.reconcile.manifests.rendering import Rendering, common_labels, manifest, rank_selector
+from hetero_operator.reconcile.manifests.rendering import Rendering, common_labels, manifest, workload_selector
+from hetero_operator.reconcile.names import MODEL_CONTAINER
 from hetero_operator.reconcile.rank_sets import RankContainer, RankSet
 
 _KIND: Final = ("apps/v1", "StatefulSet")
@@ -61,11 +68,11 @@ def statefulset(rendering: Rendering, ranks: RankSet, template: Mapping[str, Any
     """Return the StatefulSet of a set with a pod template; `held` keeps it without pods."""
     spec = {
         "serviceName": rendering.names.ranks,
-        "replicas": ranks.pods if rendering.runs and not held else 0,
+        "replicas": ranks.pods if rendering.has_ranks and not held else 0,
         "podManagementPolicy": "Parallel",
         "updateStrategy": {"type": "OnDelete"},
         "revisionHistoryLimit": _HISTORY,
-        "selector": {"matchLabels": rank_selector(rendering, ranks.name)},
+        "selector": {"matchLabels": workload_selector(rendering, ROLE_RANK, ranks.name)},
         "template": dict(template),
     }
     return manifest(
@@ -74,15 +81,34 @@ def statefulset(rendering: Rendering, ranks: RankSet, template: Mapping[str, Any
     )  # fmt: skip
 
 
+def rank_additions(spec: HeteroInferenceSpec, ranks: RankSet) -> list[Adaptation]:
+    """Return what the user adds to the pods of a set, pool by pool."""
+    by_pool: dict[str, set[str]] = {}
+    for item in ranks.containers:
+        by_pool.setdefault(item.pool.name, {MODEL_CONTAINER}).add(item.name)
+    return [
+        Adaptation.of(f"spec.pools[{index}]", pool, frozenset(by_pool[pool.name]))
+        for index, pool in enumerate(spec.pools)
+        if pool.name in by_pool
+    ]
+
+
 def rank_template(rendering: Rendering, ranks: RankSet) -> dict[str, Any]:
     """Return metadata and spec of the pods of a set."""
-    selector, revision = rank_selector(rendering, ranks.name), {LABEL_REVISION: rendering.revisions.ranks}
+    return adapted(plain_rank_template(rendering, ranks), rank_additions(rendering.spec, ranks))
+
+
+def plain_rank_template(rendering: Rendering, ranks: RankSet) -> dict[str, Any]:
+    """Return metadata and spec of the pods of a set before what users add."""
+    selector = workload_selector(rendering, ROLE_RANK, ranks.name)
+    revision = {LABEL_REVISION: rendering.revisions.ranks}
     first = ranks.containers[0].pool  # scheduling is the same for all pools of a pod
     files = [
         deliver_model(
             rendering, image=_image(rendering, first), resources=rank_init_resources(first), tokenizer_only=False
         ),
         group_token(rendering),
+        inside_certificate(rendering, SECRET_RANK_CERTIFICATE, SECRET_RANK_KEY),
         _shared_memory(rendering, ranks),
         tmp_files(),
     ]
@@ -159,6 +185,7 @@ def _arguments(rendering: Rendering, item: RankContainer) -> list[str]:
         "--numa-policy": (pool.cpu_or_default.numa.policy if is_cpu else NumaPolicy.NONE).value,
         "--memory-bytes-per-rank": pool.memory_per_rank or 0,
         "--health-port": item.port,
+        **inside_arguments(rendering),
     }
     if item.ordinal is not None:
         options["--ordinal"] = item.ordinal

@@ -6,21 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hetero_api.contract import LABEL_NAME, LABEL_POOL, LABEL_ROLE, ROLE_GATEWAY, ROLE_RANK
+from hetero_api.contract import LABEL_NAME, LABEL_POOL, LABEL_REPLICA, LABEL_RESPONDER, LABEL_ROLE
 from hetero_api.spec import HeteroInferenceSpec
 from hetero_operator.reconcile.inventory import owner_reference
-from hetero_operator.reconcile.model import Capabilities, RenderOptions
+from hetero_operator.reconcile.model import Capabilities, Policy, RenderOptions
 from hetero_operator.reconcile.names import Names
 from hetero_operator.reconcile.revision import Revisions
 
 APPLICATION: Final = "heteroinference"
+_INSTANCE: Final = "app.kubernetes.io/instance"
 OPERATOR_APPLICATION: Final = "heteroinference-operator"
 """`app.kubernetes.io/name` of the operator's own pods."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """One resource in one cluster, as one version of the operator renders it."""
+    """One replica of a resource in one cluster, as one version of the operator renders it."""
 
     names: Names
     namespace: str
@@ -29,11 +30,11 @@ class Rendering:
     revisions: Revisions
     capabilities: Capabilities
     options: RenderOptions
-
-    @property
-    def runs(self) -> bool:
-        """Whether the user wants pods."""
-        return self.spec.replicas > 0 and not self.spec.suspend
+    policy: Policy
+    has_gateway: bool
+    """Whether its gateway has a pod."""
+    has_ranks: bool
+    """Whether its ranks have pods: longer than the gateway, which finishes what it has."""
 
 
 def manifest(
@@ -62,19 +63,43 @@ def common_labels(rendering: Rendering, component: str) -> dict[str, str]:
     """Return the labels of every owned object and pod."""
     return {
         LABEL_NAME: rendering.names.resource,
+        **_replica_label(rendering),
         "app.kubernetes.io/name": APPLICATION,
-        "app.kubernetes.io/instance": rendering.names.resource,
+        _INSTANCE: rendering.names.group,
         "app.kubernetes.io/component": component,
         "app.kubernetes.io/managed-by": OPERATOR_APPLICATION,
     }
 
 
-def rank_selector(rendering: Rendering, pool: str | None = None) -> dict[str, str]:
-    """Return labels that select the rank pods of the resource, or of one pool."""
-    selector = {LABEL_NAME: rendering.names.resource, LABEL_ROLE: ROLE_RANK}
+def _replica_label(rendering: Rendering) -> dict[str, str]:
+    ordinal = rendering.names.ordinal
+    return {LABEL_REPLICA: str(ordinal)} if ordinal else {}
+
+
+def role_selector(rendering: Rendering, role: str) -> dict[str, str]:
+    """Return labels that select the pods of a role in all replicas."""
+    return {LABEL_NAME: rendering.names.resource, LABEL_ROLE: role}
+
+
+def responder_selector(rendering: Rendering) -> dict[str, str]:
+    """Return the label that selects the responder's pod."""
+    return {LABEL_RESPONDER: rendering.names.resource}
+
+
+def group_selector(rendering: Rendering, role: str) -> dict[str, str]:
+    """Return labels that select the pods of a role in this replica."""
+    return {**role_selector(rendering, role), **instance_selector(rendering)}
+
+
+def instance_selector(rendering: Rendering) -> dict[str, str]:
+    """Return the label by which a replica's pods differ from those of the others."""
+    return {_INSTANCE: rendering.names.group}
+
+
+def workload_selector(rendering: Rendering, role: str, pool: str | None = None) -> dict[str, str]:
+    """Return the selector of a Deployment, or of the StatefulSet of a pool, which never changes.
+
+    Those of replica 0 are older than replicas and select pods of all: controllers know their own by owner references.
+    """
+    selector = {**role_selector(rendering, role), **_replica_label(rendering)}
     return selector if pool is None else {**selector, LABEL_POOL: pool}
-
-
-def gateway_selector(rendering: Rendering) -> dict[str, str]:
-    """Return labels that select the gateway's pod."""
-    return {LABEL_NAME: rendering.names.resource, LABEL_ROLE: ROLE_GATEWAY}

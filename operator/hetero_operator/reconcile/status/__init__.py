@@ -12,4 +12,5 @@ addresses, times or counts that rise by themselves, because a status that differ
     findings     the conditions but Progressing
     progress     Progressing, and when to look again
     figures      counts, places, speeds
+    whole        several replicas together
 """

@@ -185,7 +185,7 @@ def _group_causes(situation: Situation, answer: GatewayReport, spec: HeteroInfer
     trouble = _group_trouble(answer, spec.recovery.step_timeout_seconds)
     if trouble is not None:
         yield Cause(GROUP, trouble)
-    elif not (answer.serving and answer.state is GroupState.READY and is_complete(situation, answer.group.ranks)):
+    elif not (answer.serving and answer.takes_requests and is_complete(situation, answer.group.ranks)):
         yield Cause(GROUP, Trouble(Level.UNREADY, Reason.FORMING, "is not serving yet"))
 
 
@@ -202,7 +202,7 @@ def _group_trouble(answer: GatewayReport, step_timeout_s: int) -> Trouble | None
     if answer.state is GroupState.NEW:
         # Its ranks tell more where they can.
         return Trouble(Level.UNREADY, Reason.WAITING_FOR_RANKS, said or "waits for ranks")
-    return _TROUBLES_BY_STATE.get(answer.state)
+    return None if answer.takes_requests else _TROUBLES_BY_STATE.get(answer.state)
 
 
 def _reason_of_abort(said: str) -> Reason:

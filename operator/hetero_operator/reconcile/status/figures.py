@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -26,8 +25,6 @@ from hetero_operator.reconcile.status.findings import is_pinned, local_memory_pe
 from hetero_operator.reconcile.status.pods import ExpectedPod, node_of
 from hetero_operator.reconcile.status.situation import FORMED_STATES, Situation, is_rank_ready
 from hetero_operator.reconcile.status.text import bounded, steady
-
-logger = logging.getLogger(__name__)
 
 _EXCHANGES: Final = {EXCHANGE_KIND_SHM: "shm", EXCHANGE_KIND_TCP: "tcp", EXCHANGE_KIND_GLOO: "gloo"}
 STEADY_WITHIN: Final = 0.1
@@ -56,12 +53,8 @@ def figures(situation: Situation, *, is_serving: bool) -> dict[str, Any]:
         "ready_ranks": ready,
         "pools": _pools(situation, spec),
     }
-    if situation.answer is not None and situation.runs:
-        try:
-            reported |= _of_answer(situation, situation.answer)
-        except (ValueError, OverflowError) as error:
-            name = situation.names.resource
-            logger.warning("%s: the status leaves out what the gateway answers, which cannot be so: %s", name, error)
+    if situation.runs:
+        reported |= situation.from_answer(lambda answer: _of_answer(situation, answer)) or {}
     return reported
 
 

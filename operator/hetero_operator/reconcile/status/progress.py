@@ -20,6 +20,7 @@ from hetero_api.status import Condition, ConditionType
 from hetero_operator.reconcile import budget
 from hetero_operator.reconcile.deletions import next_lost_pod
 from hetero_operator.reconcile.inventory import is_leaving
+from hetero_operator.reconcile.model import GatewayReport
 from hetero_operator.reconcile.status.causes import Cause, first
 from hetero_operator.reconcile.status.findings import FALSE, TRUE, Blockers, Finding, failed_write, worst_failure
 from hetero_operator.reconcile.status.pods import NodeLoss, condition, is_ready, node_loss, node_of
@@ -147,11 +148,15 @@ def _moments(situation: Situation, conditions: Mapping[str, Condition]) -> Itera
     candidates.append(budget.next_change(situation.restarts, basis.spec))
     if conditions[ConditionType.PROGRESSING].status is TRUE and basis.runs:
         candidates.append(deadline(situation, conditions))
-    if situation.answer is not None and situation.answer.group.stalled_s > 0:
-        left_s = basis.spec.recovery.step_timeout_seconds - situation.answer.group.stalled_s
-        if left_s > 0:  # what a gateway answers may be any number
-            candidates.append(situation.observed.now + timedelta(seconds=left_s))
+    limit_s = basis.spec.recovery.step_timeout_seconds
+    candidates.append(situation.from_answer(lambda answer: _late_at(answer, situation.observed.now, limit_s)))
     yield from (moment for moment in candidates if moment is not None)
+
+
+def _late_at(answer: GatewayReport, now: datetime, limit_s: float) -> datetime | None:
+    """Return when the step that is out has taken too long; None if none is out, or it has already."""
+    stalled_s = answer.group.stalled_s
+    return None if stalled_s <= 0 or stalled_s >= limit_s else now + timedelta(seconds=limit_s - stalled_s)
 
 
 def _losses(situation: Situation) -> Iterator[NodeLoss]:

@@ -49,6 +49,9 @@ class Reason(StrEnum):
     # --- under way ---------------------------------------------------------------------------------------
     ROLLING_OUT = "RollingOut"
     """Pods of an earlier spec make way for those of the present one."""
+    ROLLOUT_STOPPED = "RolloutStopped"
+    """The first replicas with a changed spec are broken; the others keep the spec before it, which goes back if it is
+    applied again."""
     STARTING = "Starting"
     """A pod is being created or its containers are; nothing failed so far."""
     SCHEDULING_GATED = "SchedulingGated"
@@ -71,6 +74,8 @@ class Reason(StrEnum):
     """The spec breaks a rule that the message names; it changes nothing until that is mended."""
     EXPOSED = "Exposed"
     """Clients beyond the namespace reach the gateway, which asks for nothing; set spec.gateway.auth, or clientsFrom."""
+    NOT_ALLOWED = "NotAllowed"
+    """The spec names a folder, image, Secret or class that the operator's settings do not allow; it changes nothing."""
     NOT_SUPPORTED = "NotSupportedByCluster"
     """The spec asks for something that this cluster has no API for."""
     NAME_CONFLICT = "NameConflict"

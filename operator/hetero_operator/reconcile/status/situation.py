@@ -6,9 +6,10 @@ every few seconds, so their word counts only for ranks that no gateway speaks of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from hetero_api.contract import LABEL_GATEWAY_REVISION, LABEL_REVISION, LABEL_ROLE, ROLE_GATEWAY
 from hetero_api.group_state import GroupState
@@ -21,9 +22,13 @@ from hetero_operator.reconcile.manifests.config import stored_resource
 from hetero_operator.reconcile.model import GatewayReport, Object, Observed, Outcome, Plan
 from hetero_operator.reconcile.names import Names
 from hetero_operator.reconcile.refusals import Refusal, read_spec
-from hetero_operator.reconcile.revision import Revisions, revisions_of
+from hetero_operator.reconcile.revision import Revisions, revisions_in
 from hetero_operator.reconcile.status.pods import ExpectedPod, expected_pods, is_ready, is_up, rank_pods
 from hetero_operator.reconcile.status.text import stored_status
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FORMED_STATES = frozenset({GroupState.LOADING, GroupState.READY, GroupState.ASLEEP})
 
@@ -65,7 +70,7 @@ class Situation:
     @classmethod
     def from_look(cls, observed: Observed, plan: Plan, outcome: Outcome) -> Situation:
         """Put an observation in order."""
-        names = Names(observed.resource["metadata"]["name"])
+        names = Names.of(observed)
         inventory = Inventory.from_observed(observed)
         basis = _basis(observed, plan, inventory, names)
         gateway_pod, stored = _gateway_pod(observed), stored_status(observed.resource)
@@ -111,6 +116,20 @@ class Situation:
         """Return whether a pod is of another spec than the one in force."""
         return self.basis is not None and _is_outdated(pod, self.basis.revisions)
 
+    def from_answer(self, read: Callable[[GatewayReport], T]) -> T | None:
+        """Return what `read` makes of the gateway's answer; None without one, or if it says what cannot be so.
+
+        Its numbers may be any: the gateway may be of another version, or broken.
+        """
+        if self.answer is None:
+            return None
+        try:
+            return read(self.answer)
+        except (ValueError, OverflowError) as error:
+            name = self.names.resource
+            logger.warning("%s: the status leaves out what the gateway answers, which cannot be so: %s", name, error)
+            return None
+
     def reported(self, pod: ExpectedPod) -> tuple[RankStatus, ...]:
         """Return the gateway's report about a pod's ranks; empty when it does not answer."""
         return tuple(item for item in self.answer.group.ranks if item.place.rank in pod.ranks) if self.answer else ()
@@ -124,7 +143,7 @@ class Situation:
 
     def has_loaded(self, pod: ExpectedPod) -> bool:
         """Return whether all ranks of a pod hold their weights; a group is READY only then, even if that is nothing."""
-        is_group_ready = self.answer is not None and self.answer.state is GroupState.READY
+        is_group_ready = self.answer is not None and self.answer.takes_requests
         return self.has_joined(pod) and (is_group_ready or all(item.weight_bytes > 0 for item in self.reported(pod)))
 
     def statefulset(self, rank_set: str) -> Object | None:
@@ -140,7 +159,7 @@ def _basis(observed: Observed, plan: Plan, inventory: Inventory, names: Names) -
     spec = read_spec(observed.resource)
     if not plan.refusal and not isinstance(spec, Refusal):
         runs = spec.replicas > 0 and not spec.suspend
-        return Basis(spec, revisions_of(observed.resource, spec), runs)
+        return Basis(spec, revisions_in(observed, spec), runs)
     return _basis_in_force(inventory, names)
 
 
@@ -190,7 +209,7 @@ def is_serving(situation: Situation) -> bool:
     answer, basis = situation.answer, situation.basis
     if answer is None or basis is None or not situation.runs or not situation.is_gateway_in_service:
         return False
-    if not (answer.state is GroupState.READY and answer.serving and not answer.group.failed and is_formed(situation)):
+    if not (answer.takes_requests and answer.serving and not answer.group.failed and is_formed(situation)):
         return False
     pods = [(situation.rank_pods.get(item.name), item.container) for item in situation.expected]
     all_run = all(pod is not None and is_up(pod, name) and not situation.is_outdated(pod) for pod, name in pods)
@@ -218,7 +237,7 @@ def is_rank_ready(situation: Situation, expected: ExpectedPod) -> bool:
 def computes(situation: Situation, expected: ExpectedPod) -> bool:
     """Return whether a pod's ranks run in a group that is ready: nobody waits for them, whatever was probed last."""
     pod, answer = situation.rank_pods.get(expected.name), situation.answer
-    if pod is None or answer is None or answer.state is not GroupState.READY:
+    if pod is None or answer is None or not answer.takes_requests:
         return False
     return is_up(pod, expected.container) and situation.has_joined(expected)
 

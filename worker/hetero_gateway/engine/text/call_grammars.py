@@ -18,7 +18,7 @@ from hetero_gateway.engine.text.call_arguments import types_of
 from hetero_gateway.engine.text.constraints import WHITESPACE
 
 _GAP: Final = r"/[ \r\n\t]{0,4}/"
-_ANY_TEXT: Final = r"/(?s:.*)/"
+ANY_TEXT: Final = r"/(?s:.*)/"
 _ANY_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object"}
 _ANNOTATIONS: Final = frozenset(("description", "title", "examples", "default", "$schema", "$comment"))
 """Keywords of JSON Schema that bind nothing."""
@@ -46,35 +46,67 @@ def behind_thought(form: AnswerFormat, constraint: Constraint) -> Constraint:
     return replace(constraint, prelude=grammar.text(f"{grammar.thought(is_thinking=True)}@form"))
 
 
-class _Grammar:
-    """Rules of one grammar, as they are needed."""
+class LarkRules:
+    """Rules of one grammar, as they are needed. `special_ids`: special tokens that it may hold, by text."""
 
-    def __init__(self, form: AnswerFormat) -> None:
-        self._special_ids = form.special_ids
-        framed = form.calls.framed_thought if form.calls else None
-        self._thought = framed or form.thought
+    def __init__(self, special_ids: Mapping[str, int]) -> None:
+        self._special_ids = special_ids
         self._rules: list[str] = []
 
     def text(self, start: str) -> str:
+        """Return the grammar whose whole is `start`."""
         return "\n".join([f"start: {start}", *self._rules])
+
+    def until(self, mark: str) -> str:
+        """Return the rule of any text up to `mark`, which ends it."""
+        if any(special in mark for special in self._special_ids):
+            return f"{self.rule(ANY_TEXT)} {self.literal(mark)}"
+        return self.rule(ANY_TEXT, options=f"[suffix={json.dumps(mark)}]")
+
+    def literal(self, text: str) -> str:
+        """Return what matches just this text; empty for none."""
+        return " ".join(self._parts(text))
+
+    def rule(self, body: str, *, options: str = "") -> str:
+        """Return the name of a new rule."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {body}")
+        return name
+
+    def _parts(self, text: str) -> Iterator[str]:
+        marks = "|".join(map(re.escape, sorted(self._special_ids, key=len, reverse=True)))
+        for part in re.split(f"({marks})", text) if marks else [text]:
+            if part in self._special_ids:
+                yield f"<[{self._special_ids[part]}]>"
+            elif part:
+                yield json.dumps(part, ensure_ascii=False)
+
+
+class _Grammar(LarkRules):
+    """Rules of an answer in a family's format."""
+
+    def __init__(self, form: AnswerFormat) -> None:
+        super().__init__(form.special_ids)
+        framed = form.calls.framed_thought if form.calls else None
+        self._thought = framed or form.thought
 
     def thought(self, *, is_thinking: bool) -> str:
         """Return the part before the calls: the rest of a thought, or a thought or none."""
         if self._thought is None:
             return ""
-        rest = f"{self._until(self._thought.closing)} {self._rule(_GAP)} "
-        return rest if is_thinking else f"({self._literal(self._thought.opening)} {rest})? "
+        rest = f"{self.until(self._thought.closing)} {self.rule(_GAP)} "
+        return rest if is_thinking else f"({self.literal(self._thought.opening)} {rest})? "
 
     def calls(self, calls: CallFormat, tools: Mapping[str, Any], *, in_parallel: bool) -> str:
         writing = calls.writing
-        call = self._rule(" | ".join(self._call(writing, name, schema) for name, schema in tools.items()))
-        more = f" ({self._literal(writing.joint)} {call})*" if in_parallel else ""
-        return f"{self._literal(writing.begin)} {call}{more} {self._literal(writing.end)}"
+        call = self.rule(" | ".join(self._call(writing, name, schema) for name, schema in tools.items()))
+        more = f" ({self.literal(writing.joint)} {call})*" if in_parallel else ""
+        return f"{self.literal(writing.begin)} {call}{more} {self.literal(writing.end)}"
 
     def _call(self, writing: Writing, name: str, schema: Any) -> str:
         schema = schema if isinstance(schema, dict) and schema else _ANY_ARGUMENTS
-        arguments = self._tagged(writing, schema) if writing.tag else _json(schema)
-        return self._rule(f"{self._named(writing.head, name)} {arguments} {self._literal(writing.tail)}")
+        arguments = self._tagged(writing, schema) if writing.tag else json_rule(schema)
+        return self.rule(f"{self._named(writing.head, name)} {arguments} {self.literal(writing.tail)}")
 
     def _tagged(self, writing: Writing, schema: Mapping[str, Any]) -> str:
         """Return the rules of parameters between tags, each once at most, in the schema's order."""
@@ -91,45 +123,24 @@ class _Grammar:
 
     def _value(self, writing: Writing, schema: Any) -> str:
         if types_of(schema) == {"string"} and not {"enum", "const", "pattern"} & set(schema):
-            return self._until(writing.end_tag)
+            return self.until(writing.end_tag)
         if types_of(schema) == {"string"}:
-            return f"{self._choices(schema)} {self._literal(writing.end_tag)}"
-        return f"{_json(schema)} {self._literal(writing.end_tag)}"
+            return f"{self._choices(schema)} {self.literal(writing.end_tag)}"
+        return f"{json_rule(schema)} {self.literal(writing.end_tag)}"
 
     def _choices(self, schema: Mapping[str, Any]) -> str:
         """Return the rule of a string that is written without quotation marks."""
         if "pattern" in schema and not {"enum", "const"} & set(schema):
-            return self._rule("/[^<]*/")
+            return self.rule("/[^<]*/")
         texts = schema["enum"] if "enum" in schema else [schema["const"]]
-        return self._rule(" | ".join(json.dumps(str(text)) for text in texts))
+        return self.rule(" | ".join(json.dumps(str(text)) for text in texts))
 
     def _named(self, text: str, name: str) -> str:
-        return self._literal(text.replace("{}", name, 1))
-
-    def _until(self, mark: str) -> str:
-        """Return the rule of any text up to `mark`, which ends it."""
-        if any(special in mark for special in self._special_ids):
-            return f"{self._rule(_ANY_TEXT)} {self._literal(mark)}"
-        return self._rule(_ANY_TEXT, options=f"[suffix={json.dumps(mark)}]")
-
-    def _literal(self, text: str) -> str:
-        return " ".join(self._parts(text))
-
-    def _parts(self, text: str) -> Iterator[str]:
-        marks = "|".join(map(re.escape, self._special_ids))
-        for part in re.split(f"({marks})", text) if marks else [text]:
-            if part in self._special_ids:
-                yield f"<[{self._special_ids[part]}]>"
-            elif part:
-                yield json.dumps(part, ensure_ascii=False)
-
-    def _rule(self, body: str, *, options: str = "") -> str:
-        name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{options}: {body}")
-        return name
+        return self.literal(text.replace("{}", name, 1))
 
 
-def _json(schema: Any) -> str:
+def json_rule(schema: Any) -> str:
+    """Return what matches JSON of a schema; keywords that are not known bind nothing."""
     # Keywords that the library does not know are left to the caller: an agent's tools come from many places.
     options = {"whitespace_pattern": WHITESPACE, "lenient": True}
     bare = _bare(schema)

@@ -53,6 +53,8 @@ class TokenMatcher:
         self._matcher = matcher
         self._field = field_name
         self._vocab_size = vocab_size
+        self._dead_end: tuple[list[int], InvalidRequest] | None = None
+        """Proposed tokens behind which the form cannot go on, and why."""
 
     def mask(self) -> bytes:
         """Return the tokens that may come next, as in TokenMasks of ranks.proto. Raises InvalidRequest. Any thread."""
@@ -63,10 +65,38 @@ class TokenMatcher:
             raise InvalidRequest(self._field, "came to where no token of the model's vocabulary can follow")
         return mask
 
+    def masks(self, proposed: Sequence[int]) -> list[bytes]:
+        """Return the mask of the next token, and those behind each proposed token as far as all of them are allowed.
+
+        Raises InvalidRequest as `mask` does. Where the form cannot go on behind proposed tokens, `advance` raises that
+        when it has gone along them. Any thread.
+        """
+        masks, self._dead_end = [self.mask()], None
+        ahead = TokenMatcher(self._matcher.deep_copy(), field_name=self._field, vocab_size=self._vocab_size)
+        for index, token_id in enumerate(proposed):
+            if not masks[-1][token_id >> 3] >> (token_id & 7) & 1:
+                break
+            try:
+                ahead.advance(token_id)
+                masks.append(ahead.mask())
+            except InvalidRequest as error:
+                self._dead_end = [*proposed[: index + 1]], error
+                break
+        return masks
+
     def advance(self, token_id: int) -> None:
         """Go on with a token that the mask allowed. Raises InvalidRequest."""
+        if self._dead_end is not None:
+            self._approach(*self._dead_end, token_id=token_id)
         if not self._matcher.consume_token(token_id):
             raise InvalidRequest(self._field, f"became too complex: {_short(self._matcher.get_error())}")
+
+    def _approach(self, token_ids: list[int], problem: InvalidRequest, *, token_id: int) -> None:
+        """Go on with a token towards the dead end, or away from it. Raises InvalidRequest at the end."""
+        if token_ids.pop(0) != token_id:
+            self._dead_end = None
+        elif not token_ids:
+            raise problem
 
     def replay(self, token_ids: Sequence[int], *, field_name: str) -> None:
         """Go on with tokens of an earlier stream. Raises InvalidRequest if they do not fit the form."""
@@ -180,6 +210,13 @@ class Mask(NamedTuple):
     problem: InvalidRequest | None = None
 
 
+class MaskedDraws(NamedTuple):
+    """Draws of one completion in a step: behind its tokens, and behind each proposed token. None: it has ended."""
+
+    matcher: TokenMatcher | None
+    proposed: Sequence[int] = ()
+
+
 class MaskWriter:
     """Writer of the masks of steps, one step after another, in a thread of its own."""
 
@@ -187,17 +224,23 @@ class MaskWriter:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
         self._anything = all_tokens(vocab_size)
 
-    async def masks(self, matchers: Sequence[TokenMatcher | None]) -> list[Mask]:
-        """Return a mask for each matcher; for None, and where there is a problem, it allows everything."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: [*map(self._mask, matchers)])
+    async def masks(self, draws: Sequence[MaskedDraws]) -> list[list[Mask]]:
+        """Return the masks of each completion's draws: one, and one more behind each proposed token.
 
-    def _mask(self, matcher: TokenMatcher | None) -> Mask:
-        if matcher is None:
-            return Mask(self._anything)
-        try:
-            return Mask(matcher.mask())
-        except InvalidRequest as error:
-            return Mask(self._anything, error)
+        Without a matcher, where there is a problem, and behind a proposed token that the form refuses, a mask allows
+        everything: that draw does not count.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: [*map(self._masks, draws)])
+
+    def _masks(self, draws: MaskedDraws) -> list[Mask]:
+        matcher, proposed = draws
+        masks: list[Mask] = []
+        if matcher is not None:
+            try:
+                masks = [*map(Mask, matcher.masks(proposed) if proposed else [matcher.mask()])]
+            except InvalidRequest as error:
+                masks = [Mask(self._anything, error)]
+        return masks + [Mask(self._anything)] * (1 + len(proposed) - len(masks))
 
 
 def matchers_of(asked: GenerationRequest, *, end_token_ids: frozenset[int]) -> list[TokenMatcher | None]:

@@ -101,6 +101,12 @@ class TextTokenizer:
         """Return the text of the chat template; empty if there is none."""
         return "" if self._chat_template is None else self._chat_template.text
 
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """Return the ids of all special tokens, by text."""
+        texts = ((self._tokenizer.id_to_token(token_id), token_id) for token_id in self._special_ids)
+        return {text: token_id for text, token_id in texts if text}
+
     def special_id(self, text: str) -> int | None:
         """Return the id of the special token that is written so; None if there is none."""
         token_id = self._tokenizer.token_to_id(text)

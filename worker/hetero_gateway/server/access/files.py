@@ -73,18 +73,29 @@ class AccessFiles:
 
     keys: KeyRing | None = None
     tls: ServerTls | None = None
+    """Certificate of the doors."""
+    inside: ServerTls | None = None
+    """Certificate for ranks and administrators, who must show one of its authority."""
     watches: tuple[FileWatch, ...] = ()
 
     @classmethod
-    def load(cls, *, keys_file: Path | None = None, tls_files: TlsFiles | None = None, look_s: float = LOOK_S) -> Self:
+    def load(
+        cls,
+        *,
+        keys_file: Path | None = None,
+        tls_files: TlsFiles | None = None,
+        inside_folder: Path | None = None,
+        look_s: float = LOOK_S,
+    ) -> Self:
         """Read the files. A file that changes and is wrong changes nothing, and the log says why.
 
         Raises ManifestError for a keys file that is wrong now, and TlsError for a certificate.
         """
         keys = None if keys_file is None else _watched_keys(keys_file, look_s)
         tls = None if tls_files is None else _watched_tls(tls_files, look_s)
-        watches = tuple(each[1] for each in (keys, tls) if each is not None)
-        return cls(keys[0] if keys else None, tls[0] if tls else None, watches)
+        inside = None if inside_folder is None else _watched_tls(TlsFiles(inside_folder, inside_folder), look_s)
+        watches = tuple(each[1] for each in (keys, tls, inside) if each is not None)
+        return cls(keys[0] if keys else None, tls[0] if tls else None, inside[0] if inside else None, watches)
 
 
 # A watch looks at its files before they are read, so it sees every later change.

@@ -21,6 +21,7 @@ from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.stream import RequestStream
 from hetero_gateway.server.access.limits import Meters
 from hetero_gateway.server.access.principals import Principal, current_principal
+from hetero_gateway.server.access.tracing import CallTracer
 
 _SECRET_BYTES: Final = 32
 
@@ -28,8 +29,9 @@ _SECRET_BYTES: Final = 32
 class Intake:
     """Way into the engine for the calls of both doors. One asyncio loop."""
 
-    def __init__(self, core: EngineCore, meters: Meters) -> None:
+    def __init__(self, core: EngineCore, meters: Meters, *, tracer: CallTracer | None = None) -> None:
         self._core = core
+        self._tracer = tracer
         self._meters = meters
         self._secret = secrets.token_bytes(_SECRET_BYTES)
 
@@ -42,9 +44,14 @@ class Intake:
         own = self._owned(asked, principal)
         meter, num_prompt = self._meters.of(principal), len(asked.prompt_token_ids)
         meter.begin(completions=asked.n, prompt_tokens=num_prompt)
+        trace = None if self._tracer is None else self._tracer.begin(asked)
         try:
-            return self._core.submit(own, on_end=lambda num: meter.end(completions=asked.n, more_tokens=num))
-        except Exception:
+            return self._core.submit(
+                own, on_end=lambda num: meter.end(completions=asked.n, more_tokens=num), trace=trace
+            )
+        except Exception as error:
+            if trace is not None:
+                trace.refuse(error)
             meter.end(completions=asked.n, more_tokens=-num_prompt)
             raise
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Final
 
 from starlette.datastructures import Headers
@@ -13,6 +14,7 @@ from hetero_api.contract import AUTHORIZATION_KEY
 from hetero_api.errors import HeteroError
 from hetero_gateway.server.access.limits import Meters
 from hetero_gateway.server.access.principals import Guard
+from hetero_gateway.server.access.tracing import note_arrival
 from hetero_gateway.server.openai.answers import Failure, failure_of
 
 logger = logging.getLogger(__name__)
@@ -21,12 +23,15 @@ OPEN_PATHS: Final = ("/health",)
 
 
 class GuardedApplication:
-    """ASGI application behind a guard; every call that it lets in counts in `meters`."""
+    """ASGI application behind a guard, or one of `guards` by path; every call that is let in counts in `meters`."""
 
-    def __init__(self, application: ASGIApp, guard: Guard, meters: Meters) -> None:
+    def __init__(
+        self, application: ASGIApp, guard: Guard, meters: Meters, *, guards: Mapping[str, Guard] | None = None
+    ) -> None:
         self._application = application
         self._guard = guard
         self._meters = meters
+        self._guards = guards or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one call."""
@@ -40,7 +45,9 @@ class GuardedApplication:
     def _failure(self, scope: Scope) -> Failure | None:
         """Return the answer to a call that is refused; None for one that is let in."""
         try:
-            principal = self._guard.admit(Headers(scope=scope).getlist(AUTHORIZATION_KEY))
+            guard = self._guards.get(scope["path"], self._guard)
+            note_arrival(Headers(scope=scope).items())
+            principal = guard.admit(Headers(scope=scope).getlist(AUTHORIZATION_KEY))
             self._meters.of(principal).count_call()
         except HeteroError as error:
             logger.warning("path=%s peer=%s refused: %s", scope["path"], scope.get("client"), error)

@@ -28,7 +28,7 @@ from hetero_gateway.engine.errors import (
 )
 from hetero_gateway.engine.request import FinishReason
 from hetero_gateway.engine.text.answer_parser import CallArguments, CallStart, Content, Piece, Reasoning
-from hetero_gateway.server.errors import Forbidden, InvalidArguments, LimitExceeded, Unauthenticated
+from hetero_gateway.server.errors import Forbidden, InvalidArguments, LimitExceeded, NoReplica, Unauthenticated
 from hetero_gateway.server.openai.requests import body_field
 
 Json = dict[str, Any]
@@ -312,6 +312,8 @@ def failure_of(error: Exception) -> Failure | None:
     if isinstance(error, LimitExceeded):
         after_s = error.retry_after_s
         return Failure(429, "rate_limit_error", str(error), code="rate_limit_exceeded", retry_after_s=after_s)
+    if isinstance(error, NoReplica):
+        return Failure(503, "server_error", str(error), code="unavailable", retry_after_s=error.retry_after_s)
     known = _STATUSES.get(type(error)) if isinstance(error, HeteroError) else None
     if known is None:
         return None

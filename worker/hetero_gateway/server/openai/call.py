@@ -82,19 +82,13 @@ class Part:
 
 
 class Call:
-    """One call. `echo` decodes prompts that are to be part of the answer; `on_end` is called at every choice's end."""
+    """One call. `echo` decodes prompts that are to be part of the answer."""
 
     def __init__(
-        self,
-        parts: Sequence[Part],
-        *,
-        formatter: ResponseFormatter,
-        on_end: Callable[[pb.Finished], None],
-        echo: Callable[[Sequence[int]], str] | None = None,
+        self, parts: Sequence[Part], *, formatter: ResponseFormatter, echo: Callable[[Sequence[int]], str] | None = None
     ) -> None:
         self._parts = tuple(parts)
         self._formatter = formatter
-        self._on_end = on_end
         self._echo = echo
         self._num_generated = 0
         self._cached = dict.fromkeys(range(len(parts)), 0)
@@ -157,7 +151,6 @@ class Call:
                 yield part.said(event)
             elif isinstance(event, pb.Finished):
                 self._cached[number] = max(self._cached[number], event.usage.cached_tokens)
-                self._on_end(event)
                 yield part.rest(event)
                 event.index = part.choices[event.index]
                 yield event

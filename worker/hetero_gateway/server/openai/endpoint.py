@@ -7,9 +7,9 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hetero_api.contract import VERSION
+from hetero_api.metrics import EXPOSITION_TYPE
 from hetero_api.spec_http import ToolCallFormat
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.core import EngineCore
@@ -40,6 +41,7 @@ from hetero_gateway.server.openai.answers import (
     failure_of,
 )
 from hetero_gateway.server.openai.call import Call, Part
+from hetero_gateway.server.openai.embeddings import Embedder, EmbeddingsBody, embeddings
 from hetero_gateway.server.openai.http_server import RequestBodies, client_gone
 from hetero_gateway.server.openai.requests import chat_requests, completion_requests
 from hetero_gateway.server.openai.schema import (
@@ -58,6 +60,7 @@ logger = logging.getLogger(__name__)
 REQUEST_ID_HEADER: Final = "x-request-id"
 IGNORED_HEADER: Final = "x-hetero-ignored"
 """Header that names the fields of a body which were left out."""
+METRICS_PATH: Final = "/metrics"
 CLIENT_CLOSED: Final = 499
 """Status, seen by nobody but the log and metrics, of a call whose client went away."""
 _DONE: Final = "data: [DONE]\n\n"
@@ -65,7 +68,8 @@ _EVENT_STREAM: Final = "text/event-stream"
 _STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Headers by which proxies pass pieces on as they come."""
 _DOORS: Final = (
-    "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, POST /tokenize, POST /detokenize, GET /version"
+    "POST /v1/chat/completions, POST /v1/completions, POST /v1/embeddings, GET /v1/models, POST /tokenize, "
+    "POST /detokenize, GET /version, GET /metrics"
 )
 
 B = TypeVar("B", bound=Generation)
@@ -90,6 +94,7 @@ class OpenAiEndpoint:
         self._tokenizer = model.tokenizer
         self._eos_token_ids = model.engine_config.eos_token_ids
         self._reader = reader
+        self._embedder = Embedder(intake, reader)
         self._settings = model.resource.spec.gateway.http
         chosen = self._settings.tool_call_format
         self._answers = AnswerFormat.find(
@@ -120,12 +125,14 @@ class OpenAiEndpoint:
             routes=[
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/completions", self._completions, methods=["POST"]),
+                Route("/v1/embeddings", self._embeddings, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{model:path}", self._model),
                 Route("/tokenize", self._tokenize, methods=["POST"]),
                 Route("/detokenize", self._detokenize, methods=["POST"]),
                 Route("/version", self._version),
                 Route("/health", self._health),
+                Route(METRICS_PATH, self._scrape),
             ],
             exception_handlers={HTTPException: _wrong_door},
         )
@@ -137,6 +144,13 @@ class OpenAiEndpoint:
 
     async def _completions(self, request: Request) -> Response:
         return await self._answer(request, CompletionBody, completion_requests, CompletionFormatter)
+
+    async def _embeddings(self, request: Request) -> Response:
+        async def answer(body: EmbeddingsBody) -> Json:
+            work = embeddings(body, embedder=self._embedder, model=self._name)
+            return await _unless_gone(request, work)
+
+        return await self._answer_tokens(request, EmbeddingsBody, answer)
 
     async def _models(self, request: Request) -> Response:  # noqa: ARG002
         return JSONResponse({"object": "list", "data": [self._model_object]})
@@ -150,6 +164,9 @@ class OpenAiEndpoint:
 
     async def _health(self, request: Request) -> Response:  # noqa: ARG002
         return Response(status_code=200 if self._core.is_serving else 503)
+
+    async def _scrape(self, request: Request) -> Response:  # noqa: ARG002
+        return Response(await self._metrics.scrape(), headers={"Content-Type": EXPOSITION_TYPE})
 
     async def _version(self, request: Request) -> Response:  # noqa: ARG002
         return JSONResponse({"version": VERSION})
@@ -169,25 +186,33 @@ class OpenAiEndpoint:
 
     async def _answer_tokens(self, request: Request, kind: type[T], answer: Callable[[T], Awaitable[Json]]) -> Response:
         """Answer a call about tokens: read its body as `kind`, and return what `answer` makes of it."""
-        ticket = self._ticket(request)
-        try:
+
+        async def respond(ticket: _Ticket, cleanup: ExitStack) -> Response:  # noqa: ARG001
             async with self._bodies.received(request) as data:
                 body = await self._reader.run(lambda: parse_body(kind, data, ticket.ignored), cost=len(data))
                 if body.model is not None:
                     self._check_model(body.model)
-                response = JSONResponse(await answer(body), headers=ticket.headers())
-            ticket.outcome = "200"
-            return response
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_CLOSED)
-        except Exception as error:  # noqa: BLE001 — the call's top: any error is answered
-            return _refusal(ticket.failure(error))
-        finally:
-            ticket.close()
+                return ticket.whole(await answer(body))
 
-    def _ticket(self, request: Request) -> _Ticket:
+        return await self._accounted(request, respond)
+
+    async def _accounted(
+        self, request: Request, respond: Callable[[_Ticket, ExitStack], Awaitable[Response]]
+    ) -> Response:
+        """Return what `respond` makes of a call, or the answer to its error.
+
+        `respond` adds to the stack what has to be done when it has ended; the ticket is closed last.
+        """
         ignored = IgnoredFields(is_strict=self._settings.strict_fields)
-        return _Ticket(request.headers.get(REQUEST_ID_HEADER), ignored, self._metrics, self._in_flight)
+        ticket = _Ticket(request.headers.get(REQUEST_ID_HEADER), ignored, self._metrics, self._in_flight)
+        with ExitStack() as cleanup:
+            cleanup.callback(ticket.close)
+            try:
+                return await respond(ticket, cleanup)
+            except ClientDisconnect:
+                return Response(status_code=CLIENT_CLOSED)
+            except Exception as error:  # noqa: BLE001 — the call's top: any error is answered
+                return _refusal(ticket.failure(error))
 
     def _check_model(self, asked: str) -> None:
         """Raise Failure when another model is meant."""
@@ -208,32 +233,24 @@ class OpenAiEndpoint:
 
         Unless a stream is returned, which ends its requests itself, none is left in flight.
         """
-        ticket = self._ticket(request)
-        with ExitStack() as cleanup:
-            cleanup.callback(ticket.close)
-            try:
-                body, asked = await self._read(request, kind, requests, ticket)
-                parts = self._submit(asked, self._asked_answer(body))
-                for part in parts:
-                    cleanup.callback(part.stream.cancel)
-                call = Call(
-                    parts,
-                    formatter=formatter(ticket.call_id, self._name, self._tokenizer.token_bytes, body.wants_logprobs),
-                    on_end=self._note_end,
-                    echo=self._tokenizer.decode if body.wants_echo else None,
-                )
-                if body.stream:
-                    stream = _EventStream(_events(call, body.stream_options or StreamOptions(), ticket), call, ticket)
-                    cleanup.pop_all()
-                    return stream
-                answer = await _whole(request, call)
-                response = JSONResponse(answer, headers=ticket.headers())
-                ticket.outcome = "200"
-                return response
-            except ClientDisconnect:
-                return Response(status_code=CLIENT_CLOSED)
-            except Exception as error:  # noqa: BLE001 — the call's top: any error is answered
-                return _refusal(ticket.failure(error))
+
+        async def respond(ticket: _Ticket, cleanup: ExitStack) -> Response:
+            body, asked = await self._read(request, kind, requests, ticket)
+            parts = self._submit(asked, self._asked_answer(body))
+            for part in parts:
+                cleanup.callback(part.stream.cancel)
+            call = Call(
+                parts,
+                formatter=formatter(ticket.call_id, self._name, self._tokenizer.token_bytes, body.wants_logprobs),
+                echo=self._tokenizer.decode if body.wants_echo else None,
+            )
+            if body.stream:
+                stream = _EventStream(_events(call, body.stream_options or StreamOptions(), ticket), call, ticket)
+                cleanup.pop_all()
+                return stream
+            return ticket.whole(await _unless_gone(request, call.whole()))
+
+        return await self._accounted(request, respond)
 
     async def _read(
         self, request: Request, kind: type[B], requests: Callable[[B, str], list[pb.GenerateRequest]], ticket: _Ticket
@@ -253,7 +270,7 @@ class OpenAiEndpoint:
             return None
         return AskedAnswer(
             self._answers,
-            tools=body.offered_tools,
+            tools=body.callable_tools,
             is_forced=body.forces_calls,
             in_parallel=body.parallel_tool_calls is not False,
         )
@@ -276,10 +293,6 @@ class OpenAiEndpoint:
     def _parser_of(self, answer: AskedAnswer, asked: GenerationRequest) -> Callable[[], AnswerParser]:
         prompt_end = self._reader.prompt_end(asked.prompt_token_ids)
         return lambda: answer.parser(prompt_end)
-
-    def _note_end(self, finished: pb.Finished) -> None:
-        if finished.index == 0 and finished.timings.HasField("first_token"):
-            self._metrics.first_token.observe(finished.timings.first_token.ToTimedelta().total_seconds())
 
 
 def with_cors(application: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -309,6 +322,12 @@ class _Ticket(Account):
         """Return the headers of an answer."""
         names = self.ignored.header()
         return {REQUEST_ID_HEADER: self.call_id} | ({IGNORED_HEADER: names} if names else {})
+
+    def whole(self, answer: Json) -> Response:
+        """Return a whole answer, which is a good outcome."""
+        response = JSONResponse(answer, headers=self.headers())
+        self.outcome = "200"
+        return response
 
     def failure(self, error: Exception) -> Failure:
         """Return the answer to `error`, whose status is the outcome."""
@@ -347,9 +366,9 @@ async def _events(call: Call, options: StreamOptions, ticket: _Ticket) -> AsyncI
         yield _event(ticket.failure(error).body())
 
 
-async def _whole(request: Request, call: Call) -> Json:
-    """Return the answer. Raises ClientDisconnect if the client goes away first, or the error that ends the call."""
-    answering = asyncio.ensure_future(call.whole())
+async def _unless_gone(request: Request, answer: Coroutine[Any, Any, Json]) -> Json:
+    """Return the answer. Raises ClientDisconnect if the client goes away first, or the error that ends the answer."""
+    answering = asyncio.create_task(answer)
     leaving = asyncio.ensure_future(client_gone(request))
     try:
         await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)

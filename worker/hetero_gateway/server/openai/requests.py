@@ -39,8 +39,7 @@ def chat_requests(body: ChatBody, request_id: str) -> list[pb.GenerateRequest]:
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
-    tools = None if body.tool_choice == "none" else body.tools
-    request.chat.CopyFrom(chat_messages(body.messages, tools, options))
+    request.chat.CopyFrom(chat_messages(body.messages, body.shown_tools, options))
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if max_tokens is not None:
         _set(request.sampling, "max_tokens", max_tokens)
@@ -69,11 +68,7 @@ def completion_requests(body: CompletionBody, request_id: str) -> list[pb.Genera
 
 def _completion_request(body: CompletionBody, prompt: str | list[int], request_id: str) -> pb.GenerateRequest:
     request = _request(body, request_id=request_id)
-    if isinstance(prompt, str):
-        request.text = prompt
-    else:
-        request.token_ids.SetInParent()
-        _try("prompt", lambda: request.token_ids.ids.extend(prompt))
+    set_prompt(request, prompt, field="prompt")
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     _set(request.sampling, "max_tokens", max_tokens)
     if body.logprobs is not None:
@@ -81,6 +76,15 @@ def _completion_request(body: CompletionBody, prompt: str | list[int], request_i
         if body.echo:
             _set(request.sampling, "prompt_logprobs", body.logprobs)
     return request
+
+
+def set_prompt(request: pb.GenerateRequest, prompt: str | list[int], *, field: str) -> None:
+    """Set a prompt, text or token ids. Raises InvalidArguments, which names `field`, for an id that no model has."""
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.SetInParent()
+        _try(field, lambda: request.token_ids.ids.extend(prompt))
 
 
 def _request(body: Generation, *, request_id: str) -> pb.GenerateRequest:

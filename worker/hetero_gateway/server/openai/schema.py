@@ -303,6 +303,27 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+class AllowedTools(Body):
+    """The tools that may be called, of those that are offered."""
+
+    path = "tool_choice.allowed_tools."
+
+    mode: Literal["auto", "required"]
+    tools: Listed[NamedTool]
+
+
+class AllowedChoice(Body):
+    """A choice among some of the tools."""
+
+    path = "tool_choice."
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Annotated[NamedTool | AllowedChoice, Field(discriminator="type")]
+
+
 class ChatBody(Generation):
     """POST /v1/chat/completions."""
 
@@ -312,7 +333,7 @@ class ChatBody(Generation):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Listed[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     """A variable of templates that know it."""
@@ -340,21 +361,39 @@ class ChatBody(Generation):
             raise ValueError("top_logprobs goes with logprobs: true, and only with it")
         if self.forces_calls and (self.response_format is not None or self.structured_outputs is not None):
             raise ValueError("tool_choice forces a call, which excludes response_format and structured_outputs")
-        if self.forces_calls and not self.offered_tools:
+        if self.forces_calls and not self.callable_tools:
             raise ValueError("tool_choice forces a call of a tool that is not among tools")
+        if isinstance(self.tool_choice, AllowedChoice):
+            names = {tool.function.name for tool in self.tools or ()}
+            for tool in self.tool_choice.allowed_tools.tools:
+                if tool.function.name not in names:
+                    raise ValueError(f"tool_choice allows {tool.function.name!r:.80}, which is not among tools")
         return self
 
     @property
     def forces_calls(self) -> bool:
         """Whether the answer must call a tool."""
+        if isinstance(self.tool_choice, AllowedChoice):
+            return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice not in (None, "none", "auto")
 
     @property
-    def offered_tools(self) -> dict[str, Any]:
+    def shown_tools(self) -> list[Tool]:
+        """Return the tools that the template shows to the model.
+
+        Tools that are not allowed are not shown: an answer that may be text is bound to no grammar, and a model does
+        not call what it does not know.
+        """
+        tools = self.tools or []
+        if not isinstance(self.tool_choice, AllowedChoice):
+            return [] if self.tool_choice == "none" else tools
+        allowed = {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
+        return [tool for tool in tools if tool.function.name in allowed]
+
+    @property
+    def callable_tools(self) -> dict[str, Any]:
         """Return the schemas of the parameters of functions that may be called, by name."""
-        if self.tool_choice == "none":
-            return {}
-        functions = {tool.function.name: tool.function.parameters or {} for tool in self.tools or ()}
+        functions = {tool.function.name: tool.function.parameters or {} for tool in self.shown_tools}
         if not isinstance(self.tool_choice, NamedTool):
             return functions
         name = self.tool_choice.function.name
@@ -388,7 +427,12 @@ class CompletionBody(Generation):
     @property
     def prompts(self) -> tuple[str | list[int], ...]:
         """Return each prompt by itself, text or token ids."""
-        if isinstance(self.prompt, str):
-            return (self.prompt,)
-        tokens = [item for item in self.prompt if isinstance(item, int)]
-        return (tokens,) if tokens else tuple(item for item in self.prompt if not isinstance(item, int))
+        return prompts_of(self.prompt)
+
+
+def prompts_of(field: str | list[str] | list[int] | list[list[int]]) -> tuple[str | list[int], ...]:
+    """Return each prompt of a field by itself, text or token ids."""
+    if isinstance(field, str):
+        return (field,)
+    tokens = [item for item in field if isinstance(item, int)]
+    return (tokens,) if tokens else tuple(item for item in field if not isinstance(item, int))

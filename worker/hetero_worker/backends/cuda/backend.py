@@ -39,8 +39,9 @@ from hetero_worker.sampling.device_kernels import SamplingKernels, TorchSampling
 
 logger = logging.getLogger(__name__)
 
-_READ_BYTES: Final = 1024 * 1024 * 1024
-_MATRIX_SIZE: Final = 4096
+_READ_BYTES: Final = 4 * 1024 * 1024 * 1024
+"""So long a read that neither the caches nor the beginning of a kernel count."""
+_MATRIX_SIZE: Final = 8192
 _PROGRAMS_PER_MULTIPROCESSOR: Final = 4
 """Programs that run at a time: enough warps to hide the memory's latency."""
 
@@ -76,11 +77,12 @@ class CudaBackend(DeviceBackend):
     @property
     def dtypes(self) -> frozenset[str]:
         """Arithmetic types of the device."""
-        return frozenset({"float32", "bfloat16"} if self._driver.has_bfloat16 else {"float32"})
+        narrow = {"bfloat16", "float16"} if self._driver.has_bfloat16 else {"float16"}
+        return frozenset({"float32", *narrow})
 
-    def cache_dtypes(self, dtype: str) -> frozenset[str]:
-        """Return the arithmetic type alone: kernels read the cache as they compute."""
-        return frozenset({dtype})
+    def cache_dtypes(self, dtype: str) -> frozenset[str]:  # noqa: ARG002 - the same for all
+        """Return all types that the device computes in: what is cached is converted where it is read."""
+        return self.dtypes
 
     @property
     def collectives(self) -> str:
@@ -105,18 +107,18 @@ class CudaBackend(DeviceBackend):
     def bandwidth(self) -> float:
         """See `DeviceBackend.bandwidth`."""
         num_bytes = min(_READ_BYTES, self._driver.free_bytes() // 4)
-        return read_bandwidth(self.device, num_bytes, self._driver.synchronize)
+        return read_bandwidth(self.device, num_bytes, self.laps)
 
     def measure(self) -> Measurement:
         """Measure bandwidth, matrix products, and copies over the bus."""
-        device, pinned, wait = self.device, self._driver.pins_memory, self._driver.synchronize
-        to_device, from_device = copy_bandwidths(device, wait, pins_memory=pinned)
+        device, pinned, laps = self.device, self._driver.pins_memory, self.laps
+        to_device, from_device = copy_bandwidths(device, laps, pins_memory=pinned)
         return Measurement(
             memory_bandwidth=self.bandwidth(),
-            matmul_flops=matmul_flops(device, self.dtypes, size=_MATRIX_SIZE, synchronize=wait),
+            matmul_flops=matmul_flops(device, self.dtypes, size=_MATRIX_SIZE, laps=laps),
             to_device_bandwidth=to_device,
             from_device_bandwidth=from_device,
-            device_latency_s=round_trip_s(device, wait, pins_memory=pinned),
+            device_latency_s=round_trip_s(device, laps, pins_memory=pinned),
         )
 
     def laps(self, works: Sequence[Work]) -> list[float]:
@@ -153,14 +155,15 @@ class CudaBackend(DeviceBackend):
         programs = _PROGRAMS_PER_MULTIPROCESSOR * self._driver.num_multiprocessors
         return TritonPagedAttention(self.device, **shapes, batch_invariant=batch_invariant, num_programs=programs)
 
-    def linear(self, dtype: torch.dtype, *, batch_invariant: bool) -> LinearKernel:  # noqa: ARG002
-        """See `DeviceBackend.linear`."""
-        if not batch_invariant:
+    def linear(self, dtype: torch.dtype, *, batch_invariant: bool) -> LinearKernel:
+        """See `DeviceBackend.linear`. Without Triton, quantised weights are widened."""
+        if (problem := self._triton_problem) is not None:
+            _refuse_if(batch_invariant, problem)
             return PlainKernel()
-        _refuse_if(batch_invariant, self._triton_problem)
-        from hetero_worker.layers.triton_ops import TritonKernel  # imports triton
+        from hetero_worker.layers.triton.linear import DeviceKernel, TritonKernel  # imports triton
 
-        return TritonKernel()
+        kind = TritonKernel if batch_invariant else DeviceKernel
+        return kind(self.device, dtype)
 
     def fused_ops(self, *, batch_invariant: bool) -> FusedOps:
         """See `DeviceBackend.fused_ops`."""

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch.profiler import ProfilerActivity
 
-from hetero_api.host.gpus import visible_gpus
+from hetero_api.host.gpus import installed_driver, visible_gpus
 from hetero_worker.backends.base import Work
 from hetero_worker.backends.cuda.graphs import CudaGraphBackend
 from hetero_worker.backends.cuda.memory import CudaMemoryPool
@@ -23,6 +23,24 @@ from hetero_worker.memory.streams import DeviceStreams
 from hetero_worker.runners.graphs.breaks import GraphBackend
 
 _BFLOAT16_CAPABILITY: Final = (8, 0)
+_LEAST_DRIVERS: Final = {11: 450, 12: 525, 13: 580}
+"""First branch of NVIDIA's drivers that runs programs of a CUDA version without libraries of forward compatibility."""
+
+
+def driver_problem(driver: str, *, cuda: str) -> str | None:
+    """Return why programs built for `cuda`, like "13.0", cannot run on a driver, and what to do; None if they can.
+
+    `driver`: its version, like "570.124.06"; "" if unknown. Versions that we do not know pass.
+    """
+    least = _LEAST_DRIVERS.get(int(cuda.partition(".")[0]), 0)
+    branch = driver.partition(".")[0]
+    if not branch.isdecimal() or int(branch) >= least:
+        return None
+    return (
+        f"this node's NVIDIA driver is {driver}, and torch {torch.__version__} is built for CUDA {cuda}, which needs "
+        f"driver {least} or newer; update the driver, or take an image of ranks that is built for an older CUDA "
+        "(spec.images.gpuWorker; TORCH_INDEX of Dockerfile.gpu)"
+    )
 
 
 class CudaDriver:
@@ -67,9 +85,12 @@ class CudaDriver:
 
     def problem(self) -> str | None:
         """Return why the device cannot be had, and what to do; None if it can."""
-        if torch.version.cuda is None:
+        built_for = torch.version.cuda
+        if built_for is None:
             return f"torch {torch.__version__} was built without CUDA; install a CUDA build of torch"
         if not torch.cuda.is_available():
+            if (too_old := driver_problem(installed_driver(), cuda=built_for)) is not None:
+                return too_old
             seen = len(visible_gpus(os.environ)) or "no"
             return (
                 f"no CUDA device can be used here: /dev holds {seen} NVIDIA device(s) that this process may see, and "

@@ -397,6 +397,7 @@ typedef struct {
     int64_t *chosen;          /* [rows, per_token] */
     float *shares;            /* [rows, per_token] */
     void *scratch;            /* hc_scratch_bytes of this op */
+    uint64_t by_share;        /* whether choices are in the order of their shares, the largest first */
 } hc_route_op;
 
 /* A gated MLP; of an expert that is elsewhere, columns is 0. */
@@ -409,7 +410,8 @@ typedef struct {
 } hc_expert;
 
 /* y = the sum of the chosen experts' outputs, times their shares, in the order of the choice, and of the shared expert's, which is
- * first. Experts that are elsewhere add nothing. */
+ * first. Experts that are elsewhere add nothing. The first `skipped` and the last `late` of a row's choices are left out; late_y,
+ * if it is given, is the sum of the last ones. */
 typedef struct {
     hc_op op;
     uint64_t type;          /* of x, biases and y */
@@ -428,6 +430,9 @@ typedef struct {
     int64_t *counts;        /* [experts]: grow by the choices of those that are here */
     void *y;                /* [rows, width] */
     void *scratch;          /* hc_scratch_bytes of this op */
+    uint64_t skipped;       /* with `late` at most per_token */
+    uint64_t late;
+    void *late_y;           /* [rows, width], or NULL */
 } hc_experts_op;
 
 /* The calling thread calls, the others wait. What is not 0 ends hc_run. */

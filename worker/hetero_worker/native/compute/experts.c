@@ -27,6 +27,12 @@ static char *at(const hc_round *round, uint64_t offset) { return (char *)round->
 
 static uint64_t width_of(const hc_round *round) { return hc_width_of(round->op->type); }
 
+/* Whether a choice of the round is computed: by its number, and the expert's. */
+static int is_computed(const hc_experts_op *op, uint64_t choice, int64_t expert) {
+    uint64_t place = choice % op->per_token, end = op->per_token - (op->late_y ? 0 : op->late);
+    return op->table[expert].columns != 0 && place >= op->skipped && place < end;
+}
+
 /* Sorts choices by experts, counts them, and gives each expert its part of the memory. */
 static uint64_t sort(const hc_round *round) {
     const hc_experts_op *op = round->op;
@@ -35,7 +41,7 @@ static uint64_t sort(const hc_round *round) {
     uint32_t *starts = (uint32_t *)at(round, round->room.starts), *from = (uint32_t *)at(round, round->room.from);
     memset(starts, 0, (op->experts + 1) * sizeof *starts);
     for (uint64_t i = 0; i < choices; i++)
-        if (op->table[chosen[i]].columns)
+        if (is_computed(op, i, chosen[i]))
             starts[chosen[i]]++;
     uint32_t begin = 0;
     for (uint64_t expert = 0; expert <= op->experts; expert++) {
@@ -46,7 +52,7 @@ static uint64_t sort(const hc_round *round) {
         begin += count;
     }
     for (uint64_t i = 0; i < choices; i++) {
-        int is_here = op->table[chosen[i]].columns != 0;
+        int is_here = is_computed(op, i, chosen[i]);
         round->places[i] = is_here ? starts[chosen[i]]++ : NOWHERE;
         if (is_here)
             from[round->places[i]] = (uint32_t)(i / op->per_token);
@@ -197,20 +203,21 @@ static void gate(const hc_round *round, hc_crew *crew, uint64_t member) {
     HC_NAME(gated)(&one.op, crew, member);
 }
 
-/* Columns [begin, end) of a row. */
-static void add_up_row(const hc_round *round, uint64_t row, uint64_t begin, uint64_t end) {
+/* Columns [begin, end) of a row's sum, or of its late one. */
+static void add_up_row(const hc_round *round, uint64_t row, uint64_t begin, uint64_t end, int is_late) {
     const hc_experts_op *op = round->op;
+    uint64_t split = op->per_token - op->late, first = is_late ? split : 0, behind = is_late ? op->per_token : split;
     uint64_t choices = ((const uint32_t *)at(round, round->room.starts))[op->experts];
     const float *results = (const float *)at(round, round->room.y);
     const float *shares = op->shares + (round->first + row) * op->per_token;
     const uint32_t *places = round->places + row * op->per_token;
-    void *y = hc_to(op->y, (round->first + row) * op->width, op->type);
+    void *y = hc_to(is_late ? op->late_y : op->y, (round->first + row) * op->width, op->type);
     for (uint64_t column = begin; column < end; column += HC_LANES) {
         uint64_t left = end - column < HC_LANES ? end - column : HC_LANES;
         f32x16 sum = hc_all(0);
-        if (op->shared_columns)
+        if (op->shared_columns && !is_late)
             sum = hc_load_as(results + (choices + row) * op->width + column, left, HC_F32);
-        for (uint64_t i = 0; i < op->per_token; i++)
+        for (uint64_t i = first; i < behind; i++)
             if (places[i] != NOWHERE)
                 sum = hc_fma(hc_all(shares[i]), hc_load_as(results + places[i] * op->width + column, left, HC_F32), sum);
         hc_store_as(hc_to(y, column, op->type), sum, left, op->type);
@@ -222,7 +229,9 @@ static void add_up(const hc_round *round, const hc_crew *crew, uint64_t member) 
     hc_share_of(round->rows * pieces, crew->size, member, &begin, &end);
     while (begin < end) { /* what this member has of a row, at once */
         uint64_t row = begin / pieces, past = end < (row + 1) * pieces ? (end - row * pieces) * PIECE : width;
-        add_up_row(round, row, begin % pieces * PIECE, past);
+        add_up_row(round, row, begin % pieces * PIECE, past, 0);
+        if (round->op->late_y)
+            add_up_row(round, row, begin % pieces * PIECE, past, 1);
         begin = (row + 1) * pieces;
     }
 }

@@ -55,6 +55,8 @@ HC_INLINE void multiply(const int rows, const int vectors, const int format, con
     const uint64_t vector = HC_LANES * hc_float_width(format), step = HC_VECTORS * vector;
     const uint16_t *scales = piece->scales;
     uint64_t of_group = piece->left;
+    if (rows > 1)
+        hc_ask_for_corner(&piece->corner, (uint64_t)rows, (uint64_t)vectors);
     f32x16 sums[HC_MAX_TILE][HC_VECTORS];
     HC_UNROLLED
     for (int r = 0; r < rows; r++)

@@ -83,6 +83,8 @@ HC_INLINE void multiply(const int rows, const int vectors, const int kind, const
     uint64_t next_scale = weight->group ? weight->group : UINT64_MAX; /* the input from which on there is another one */
     hc_quantized x = piece->x;
     const uint8_t *w = piece->values;
+    if (rows > 1)
+        hc_ask_for_corner(&piece->corner, (uint64_t)rows, (uint64_t)vectors);
     f32x16 sums[HC_MAX_TILE][HC_VECTORS];
     HC_UNROLLED
     for (int r = 0; r < rows; r++)

@@ -185,6 +185,21 @@ static void weigh(const hc_choice *row) {
         row->shares[i] = row->shares[i] / sum * scale * (op->factors ? op->factors[row->chosen[i]] : 1.0f);
 }
 
+/* Brings the choices into the order of their shares; equals stay as they are. */
+static void order_by_share(const hc_choice *row) {
+    for (uint64_t i = 1; i < row->op->per_token; i++) {
+        int64_t expert = row->chosen[i];
+        float share = row->shares[i];
+        uint64_t to = i;
+        for (; to && row->shares[to - 1] < share; to--) {
+            row->chosen[to] = row->chosen[to - 1];
+            row->shares[to] = row->shares[to - 1];
+        }
+        row->chosen[to] = expert;
+        row->shares[to] = share;
+    }
+}
+
 /* Rows' states times norm weights, and 1 over the roots of their mean squares. */
 static void prepare(const hc_route_op *op, const hc_route_room *room, uint64_t first, uint64_t begin, uint64_t end,
                     float *own) {
@@ -231,6 +246,8 @@ void HC_NAME(route)(const hc_op *header, hc_crew *crew, uint64_t member) {
                                 own, op->chosen + out, op->shares + out};
             choose_experts(&choice);
             weigh(&choice);
+            if (op->by_share)
+                order_by_share(&choice);
         }
         if (first + rows < header->rows)
             hc_meet(crew); /* before what was read is written for the next ones */

@@ -109,34 +109,70 @@ static inline hc_corner hc_corner_of(const hc_linear_op *op, float *sums, uint64
     return (hc_corner){op, sums, row, column, op->op.rows - row, column < behind ? behind - column : 0};
 }
 
-/* Adds 16 columns of a row, of the corner, to the sum of the blocks before, unless is_first. The last block's sum, and the
- * bias, go to y. */
-HC_INLINE void hc_write(const hc_corner *corner, uint64_t row, uint64_t column, f32x16 value, int is_first,
-                        int is_last) {
+/* Asks for what hc_write_tile is going to write, before the sums are made: in long prompts, and where other members of the
+ * group read it, y is not in this core's cache. */
+HC_INLINE void hc_ask_for_corner(const hc_corner *corner, uint64_t rows, uint64_t vectors) {
     const hc_linear_op *op = corner->op;
-    uint64_t count = corner->columns - column < HC_LANES ? corner->columns - column : HC_LANES;
-    row += corner->row;
-    column += corner->column;
-    void *y = hc_to(op->y, row * op->y_stride + column, op->y_type);
-    float *sum = corner->sums ? corner->sums + row * op->weight->out + column : y;
-    if (!is_first)
-        value = hc_load_as(sum, count, HC_F32) + value;
-    if (!is_last) {
-        hc_store_as(sum, value, count, HC_F32);
-        return;
-    }
-    if (op->bias)
-        value = value + hc_load_as(hc_at(op->bias, column, op->type), count, op->type);
-    hc_store_as(y, value, count, op->y_type);
+    const char *y = hc_to(op->y, corner->row * op->y_stride + corner->column, op->y_type);
+    uint64_t width = hc_width_of(op->y_type), bytes = vectors * HC_LANES * width;
+    for (uint64_t row = 0; row < rows && row < corner->rows; row++, y += op->y_stride * width)
+        for (uint64_t at = 0; at < bytes; at += HC_LINE)
+            __builtin_prefetch(y + at, 1);
 }
 
-/* hc_write of what exists of a tile: sums [rows, vectors, 16]. */
+/* Where a row of a corner goes. */
+typedef struct {
+    void *y;
+    float *sum;       /* of the blocks before; y where that is float32 */
+    const void *bias; /* or NULL */
+} hc_row;
+
+/* Adds 16 columns of a row to the sum of the blocks before, unless is_first. The last block's sum, and the bias, go to y. */
+HC_INLINE void hc_write(const hc_row *row, uint64_t column, uint64_t count, f32x16 value, int is_first, int is_last,
+                        const uint64_t y_type, const uint64_t bias_type) {
+    if (!is_first)
+        value = hc_load_as(row->sum + column, count, HC_F32) + value;
+    if (!is_last) {
+        hc_store_as(row->sum + column, value, count, HC_F32);
+        return;
+    }
+    if (row->bias)
+        value = value + hc_load_as(hc_at(row->bias, column, bias_type), count, bias_type);
+    hc_store_as(hc_to(row->y, column, y_type), value, count, y_type);
+}
+
+HC_INLINE void hc_write_rows(const hc_corner *corner, uint64_t rows, uint64_t vectors, const f32x16 *sums, int is_first,
+                             int is_last, const uint64_t y_type, const uint64_t bias_type) {
+    const hc_linear_op *op = corner->op;
+    hc_row at = {hc_to(op->y, corner->row * op->y_stride + corner->column, y_type), NULL,
+                 op->bias ? hc_at(op->bias, corner->column, bias_type) : NULL};
+    uint64_t width = hc_width_of(y_type), stride = op->y_stride * width, sum_stride = stride;
+    at.sum = at.y;
+    if (corner->sums) {
+        at.sum = corner->sums + corner->row * op->weight->out + corner->column;
+        sum_stride = op->weight->out * sizeof *at.sum;
+    }
+    for (uint64_t row = 0; row < rows; row++) {
+        for (uint64_t v = 0, left = corner->columns; v < vectors && left; v++) {
+            uint64_t count = left < HC_LANES ? left : HC_LANES;
+            hc_write(&at, v * HC_LANES, count, sums[row * vectors + v], is_first, is_last, y_type, bias_type);
+            left -= count;
+        }
+        at.y = (char *)at.y + stride;
+        at.sum = (float *)((char *)at.sum + sum_stride);
+    }
+}
+
+/* Writes what exists of a tile: sums [rows, vectors, 16]. Types are constants where the usual ones meet. */
 static __attribute__((noinline)) void hc_write_tile(const hc_corner *corner, uint64_t rows, uint64_t vectors,
                                                     const f32x16 *sums, int is_first, int is_last) {
-    uint64_t behind = rows < corner->rows ? rows : corner->rows;
-    for (uint64_t row = 0; row < behind; row++)
-        for (uint64_t v = 0; v < vectors && v * HC_LANES < corner->columns; v++)
-            hc_write(corner, row, v * HC_LANES, sums[row * vectors + v], is_first, is_last);
+    const hc_linear_op *op = corner->op;
+    if (rows > corner->rows)
+        rows = corner->rows;
+    if (op->y_type == HC_F32 && op->type == HC_F32)
+        hc_write_rows(corner, rows, vectors, sums, is_first, is_last, HC_F32, HC_F32);
+    else
+        hc_write_rows(corner, rows, vectors, sums, is_first, is_last, op->y_type, op->type);
 }
 
 #endif

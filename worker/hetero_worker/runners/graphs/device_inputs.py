@@ -1,7 +1,7 @@
-"""A step's inputs on a device: filled on the host in pinned memory, then copied to tensors that last.
+"""A step's inputs on a device: packed on the host in pinned memory, then copied in one piece to memory that lasts.
 
 Block tables and lengths stay on the host; attention takes from them what it needs. A step's inputs are at the same
-addresses as those of any earlier step of its kind. Steps that only decode are padded, on the host, to the sizes that
+addresses as those of any earlier step of its size. Steps that only decode are padded, on the host, to the sizes that
 graphs are made of.
 
 A step may be filled while the one before is running. What that one reads on the device is safe by the order of the
@@ -14,6 +14,7 @@ of buffers would gain nothing. A decode row whose token the running step draws h
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 import torch
 
@@ -22,8 +23,11 @@ from hetero_worker.memory.streams import PAST, DeviceStreams, Moment
 from hetero_worker.models.decoder import DecoderInput
 from hetero_worker.runners.graphs.padding import Padding
 from hetero_worker.runners.input_batch import InputBatch, InputBuffers
-from hetero_worker.runners.plan_check import PlanBounds
+from hetero_worker.runners.plan_check import PlanBounds, num_decode_rows
 from hetero_worker.runners.slots import SlotTable, draw_of
+
+_PARTS: Final = 3
+"""Numbers of a token: its id, its position and its slot of the cache."""
 
 
 class DeviceInputs:
@@ -34,25 +38,24 @@ class DeviceInputs:
     ) -> None:
         tokens, rows = bounds.max_num_batched_tokens, bounds.max_logit_rows
         self._padding = padding
-        self._host = InputBuffers(bounds, pins_memory=pins_memory)
+        self._host = InputBuffers(bounds)
         self._streams = streams
         self._copies_end: Moment = PAST
-        self._token_ids = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self._positions = torch.zeros_like(self._token_ids)
-        self._slot_mapping = torch.zeros_like(self._token_ids)
-        self._logit_rows = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._packed = torch.zeros(_PARTS * tokens + rows, dtype=torch.int64, pin_memory=pins_memory)
+        self._there = torch.zeros(len(self._packed), dtype=torch.int64, device=device)
+        """Token ids, positions, slots and logit rows of the last step, one after another."""
 
     def fill(self, plan: ranks_pb2.StepPlan, slots: SlotTable) -> InputBatch:
         """As StepInputs.fill; `decoder_input` of a step that only decodes has as many rows as its padded size."""
         self._copies_end.wait()  # the host's buffers are about to be overwritten
         batch = self._host.fill(plan, slots)
-        decoder_input = self._copied(batch.decoder_input if plan.spans else self._padded(len(plan.decode_slots)))
+        decoder_input = self._copied(batch.decoder_input if plan.spans else self._padded(num_decode_rows(plan)))
         self._copies_end = self._streams.now()
         return replace(batch, decoder_input=decoder_input)
 
     def put_tokens(self, num_decode: int, token_ids: torch.Tensor) -> None:
         """As DeviceTokenInputs.put_tokens."""
-        ids = self._token_ids[:num_decode]
+        ids = self._there[:num_decode]
         tokens = token_ids.index_select(0, draw_of(ids).clamp_(min=0))
         torch.where(ids < 0, tokens, ids, out=ids)
 
@@ -64,15 +67,15 @@ class DeviceInputs:
         return self._host.pad_decoding(count, self._padding.padded(count))
 
     def _copied(self, step: DecoderInput) -> DecoderInput:
-        attention = replace(step.attention, slot_mapping=_copy(step.attention.slot_mapping, self._slot_mapping))
+        rows = () if step.logit_rows is None else (step.logit_rows,)
+        parts = step.token_ids, step.positions, step.attention.slot_mapping, *rows
+        sizes = list(map(len, parts))
+        packed, there = self._packed[: sum(sizes)], self._there[: sum(sizes)]
+        torch.cat(parts, out=packed)
+        token_ids, positions, slot_mapping, *logit_rows = torch.split(there.copy_(packed, non_blocking=True), sizes)
         return DecoderInput(
-            token_ids=_copy(step.token_ids, self._token_ids),
-            positions=_copy(step.positions, self._positions),
-            attention=attention,
-            logit_rows=None if step.logit_rows is None else _copy(step.logit_rows, self._logit_rows),
+            token_ids=token_ids,
+            positions=positions,
+            attention=replace(step.attention, slot_mapping=slot_mapping),
+            logit_rows=logit_rows[0] if logit_rows else None,
         )
-
-
-def _copy(host: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """Copy a host tensor into the first elements of `room`, and return these."""
-    return room[: len(host)].copy_(host, non_blocking=True)

@@ -1,0 +1,83 @@
+"""A group that proposes tokens gives the tokens of one that does not: over real ranks, and when one of these dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_client import Completion, Delta, SamplingParams
+from tests.support.local_group import LocalGroupProcess, write_manifest
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
+
+LINE = "The quick brown fox jumps over the lazy dog and runs home. "
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+SEEDED = SamplingParams(temperature=0.7, seed=5, max_tokens=24)
+ASKED: Sequence[tuple[str, SamplingParams]] = (
+    (LINE * 4, GREEDY),
+    (LINE * 4, SEEDED),
+    ("One, two, three, four. " * 6, replace(GREEDY, logprobs=2)),
+    (LINE * 3 + "The", replace(GREEDY, stop=("lazy dog and",))),
+    ("a b c d e f g " * 5, replace(SEEDED, seed=6)),
+    ("def f(x):\n    return x + 1\n\n" * 4, replace(GREEDY, repetition_penalty=1.1, min_tokens=20)),
+)
+
+
+def group(folder: Path, kind: str, **more: Any) -> LocalGroupProcess:
+    manifest = write_manifest(
+        folder, model=more.pop("model"), name=kind.lower(), engine={"speculative": {"kind": kind}}, **more
+    )
+    return LocalGroupProcess(manifest, home=folder / kind)
+
+
+def told(completion: Completion) -> object:
+    logprobs = [each.logprob for each in completion.logprobs]
+    return completion.text, completion.token_ids, logprobs, completion.reason
+
+
+def answers(running: LocalGroupProcess) -> list[object]:
+    """One by one, then all at once."""
+
+    def one(asked: tuple[str, SamplingParams]) -> object:
+        return told(client.generate_text(asked[0], sampling=asked[1]))
+
+    with running.client() as client:
+        alone = [one(asked) for asked in ASKED]
+        with ThreadPoolExecutor(len(ASKED)) as pool:
+            assert list(pool.map(one, ASKED)) == alone
+    return alone
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("NGram", "Tensor"), ("Auto", "Layer")])
+def test_text_is_what_it_is_without_proposals(smollm2: Path, tmp_path: Path, kind: str, mode: str) -> None:
+    with group(tmp_path, "None", model=smollm2, mode=mode) as plain:
+        expected = answers(plain)
+    with group(tmp_path, kind, model=smollm2, mode=mode) as running:
+        assert answers(running) == expected
+        with running.admin() as admin:
+            assert admin.topology().speculation.startswith(f"{kind}, ")
+            if kind == "NGram":
+                assert "proposed tokens accepted" in admin.topology().speculation
+
+
+def test_a_stream_with_proposals_survives_a_killed_rank(smollm2: Path, tmp_path: Path) -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    with group(tmp_path, "NGram", model=smollm2) as running, running.client() as client:
+        expected = client.generate_text(LINE * 4, sampling=sampling)
+        tokens: list[int] = []
+        victim: int | None = running.record.processes["cpu-1"]
+        for event in client.generate(LINE * 4, sampling=sampling, cache_salt="again", resume_timeout_s=0):
+            if isinstance(event, Delta):
+                tokens += event.token_ids
+                if victim is not None and len(tokens) > 20:
+                    os.kill(victim, signal.SIGKILL)
+                    victim = None
+    assert victim is None
+    assert tokens == list(expected.token_ids)

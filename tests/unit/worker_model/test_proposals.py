@@ -1,0 +1,307 @@
+"""Tokens that were proposed to ranks change no token, whichever of them are right, and whoever computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_api.v1 import ranks_pb2
+from hetero_gateway.engine.config import EngineConfig, SpeculationConfig
+from hetero_gateway.engine.request import Completion, GenerationRequest
+from hetero_gateway.engine.scheduler import Scheduler
+from hetero_gateway.engine.speculation.speculator import Speculator
+from hetero_gateway.engine.step import CompletionUpdate
+from hetero_gateway.engine.steps_in_flight import StepsInFlight
+from hetero_worker.errors import ProtocolError
+from hetero_worker.runners import running_step
+from hetero_worker.runners.input_batch import InputBuffers
+from hetero_worker.runners.plan_check import PlanBounds, PlanCheck
+from hetero_worker.runners.slots import SlotCounts, SlotTable
+from hetero_worker.sampling.request import SequenceSampling
+from tests.support.async_serving import BLOCK_SIZE, MAX_TOKENS, Asked, AsyncRank, random_requests
+from tests.support.rank_group import GREEDY, PlanBuilder, RankGroup, Shares
+from tests.support.tape import TapeBackend
+from tests.support.tiny_checkpoints import VOCAB_SIZE, save_tiny
+from tests.unit.engine.oracle import OracleProposer
+
+pytestmark = pytest.mark.unit
+
+ONE = Shares(kv_heads=((8,),), mlp_columns=((50,),), vocab_rows=(200,), experts=((6,),))
+TWO = Shares(kv_heads=((5, 3),), mlp_columns=((17, 33),), vocab_rows=(64, 136), experts=((1, 5),))
+THREE = Shares(kv_heads=((4, 2, 2),), mlp_columns=((17, 16, 17),), vocab_rows=(64, 0, 136), experts=((1, 2, 3),))
+STAGES = Shares(
+    kv_heads=((8, 0), (0, 8)), mlp_columns=((50, 0), (0, 50)), vocab_rows=(192, 8), experts=((6, 0), (0, 6))
+)
+MAX_SEQS = 8
+Told = Mapping[str, Sequence[tuple[int, bytes]]]
+"""Tokens by completion, each with its log-probabilities as bytes."""
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("qwen3", tmp_path_factory.mktemp("qwen3")).directory
+
+
+def name_of(completion: Completion) -> str:
+    return f"{completion.request.request_id}/{completion.index}"
+
+
+def speculator_of(known: Told, *, rate: float) -> Speculator:
+    """Proposes what `known` says, each token right with the chance `rate`."""
+
+    def answer(completion: Completion, count: int) -> Sequence[int]:
+        return [token for token, _ in known[name_of(completion)][:count]]
+
+    proposer = OracleProposer(answer, rate=rate, vocab_size=VOCAB_SIZE)
+    return Speculator(SpeculationConfig(max_tokens=5), proposer)
+
+
+def serve(
+    group: RankGroup, asked: Sequence[Asked], speculator: Speculator | None = None
+) -> tuple[Told, ranks_pb2.StepResult]:
+    """All requests' tokens, and in `step_id` the number of steps, in `token_ids` proposed and accepted ones."""
+    group.start()
+    config = EngineConfig(
+        max_num_seqs=MAX_SEQS,
+        max_num_batched_tokens=MAX_TOKENS,
+        block_size=BLOCK_SIZE,
+        max_model_len=128,
+        max_queued_requests=1000,
+        enable_prefix_caching=True,
+        eos_token_ids=frozenset({2}),
+        vocab_size=VOCAB_SIZE,
+    )
+    scheduler = Scheduler(config, num_blocks=group.num_blocks, speculator=speculator or Speculator(None))
+    told: dict[str, list[tuple[int, bytes]]] = {}
+    in_flight, waiting = StepsInFlight(), sorted(asked, key=lambda each: each.turn)
+    for turn in range(10_000):
+        while waiting and (waiting[0].turn <= turn or not scheduler.has_requests()):
+            scheduler.add(waiting.pop(0).request, now=0.0)
+        step = scheduler.schedule(0.0, in_flight=in_flight)
+        if step is None and not in_flight:
+            break
+        if step is not None:
+            in_flight.submit(step)
+            in_flight.answer(result_of(group, step.plan))
+            continue
+        taken = in_flight.take()
+        assert taken is not None
+        assert taken.result is not None
+        for update in scheduler.apply(taken.step, taken.result).updates:
+            told.setdefault(name_of(update.completion), []).append(told_of(update))
+    stats = scheduler.stats()
+    assert not scheduler.has_requests()
+    return told, ranks_pb2.StepResult(step_id=stats.steps, token_ids=[stats.proposed_tokens, stats.accepted_tokens])
+
+
+def told_of(update: CompletionUpdate) -> tuple[int, bytes]:
+    return update.token_id, b"" if update.logprobs is None else update.logprobs.SerializeToString(deterministic=True)
+
+
+def result_of(group: RankGroup, plan: ranks_pb2.StepPlan) -> ranks_pb2.StepResult:
+    outcome = group.run(plan)
+    return ranks_pb2.StepResult(
+        step_id=plan.step_id,
+        slots=[token.slot for token in outcome.sampled],
+        token_ids=[token.token for token in outcome.sampled],
+        logprobs=outcome.outputs[0].logprobs,
+        prompt_logprobs=outcome.outputs[0].prompt_logprobs,
+    )
+
+
+LAYOUTS: Mapping[str, tuple[Shares, Mapping[str, Any]]] = {
+    "one": (ONE, {}),
+    "two": (TWO, {}),
+    "three": (THREE, {}),
+    "stages": (STAGES, {}),
+    "bfloat16": (TWO, {"dtype": "bfloat16"}),
+    "torch": (ONE, {"native": False, "batch_invariant": True}),
+    "GPU and CPU": (TWO, {"num_gpu_ranks": 1, "make_graphs": TapeBackend, "batch_invariant": True}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_are_those_without_proposals(qwen3: Path, layout: str) -> None:
+    """Every kind of draw, common prefixes, chunked prompts, preemption, several completions of a prompt."""
+    shares, options = LAYOUTS[layout]
+    group = RankGroup(qwen3, shares, keeps_logits=False, num_blocks=40, **options)
+    asked = random_requests(3, 14, vocabulary=VOCAB_SIZE)
+    expected, plain = serve(group, asked)
+    told, proposing = serve(group, asked, speculator_of(expected, rate=0.8))
+    assert told == expected
+    proposed, accepted = proposing.token_ids
+    assert 0 < accepted < proposed
+    assert proposing.step_id < plain.step_id
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("temperature", [0.0, 0.6], ids=["greedy", "seeded"])
+def test_two_hundred_prompts_with_n_grams(qwen3: Path, layout: str, temperature: float) -> None:
+    """Prompts that repeat themselves, and a small model that does so too."""
+    shares, options = LAYOUTS[layout]
+    group = RankGroup(qwen3, shares, keeps_logits=False, **options)
+    asked = [repeating(number, temperature=temperature) for number in range(200)]
+    expected, _ = serve(group, asked)
+    told, proposing = serve(group, asked, Speculator(SpeculationConfig(max_tokens=6)))
+    assert told == expected
+    assert proposing.token_ids[1] > 0
+
+
+def repeating(number: int, *, temperature: float) -> Asked:
+    """A phrase of so many tokens, twice and a half."""
+    phrase = [3 + (number * 31 + 7 * i * i) % 190 for i in range(3 + number % 9)]
+    request = GenerationRequest(
+        request_id=f"{number}",
+        prompt_token_ids=tuple((phrase * 3)[: 5 * len(phrase) // 2]),
+        sampling=ranks_pb2.Sampling(temperature=temperature, top_p=0.9, seed=number),
+        max_tokens=12 + number % 7,
+        ignore_eos=True,
+    )
+    return Asked(request, turn=4 * number)
+
+
+def test_right_proposals_take_a_fraction_of_the_steps(qwen3: Path) -> None:
+    group = RankGroup(qwen3, ONE, keeps_logits=False)
+    asked = [repeating(6, temperature=0.9)]
+    expected, plain = serve(group, asked)
+    told, proposing = serve(group, asked, speculator_of(expected, rate=1.0))
+    assert told == expected
+    proposed, accepted = proposing.token_ids
+    assert accepted == proposed > 0
+    assert proposing.step_id == plain.step_id - accepted
+
+
+def test_stages_in_micro_batches_attend_to_the_tokens_before(qwen3: Path) -> None:
+    """A slot's rows lie in several micro-batches, and each is computed before the next."""
+    asked = random_requests(7, 6, vocabulary=VOCAB_SIZE)
+    expected, _ = serve(RankGroup(qwen3, STAGES, keeps_logits=False), asked)
+    group = RankGroup(qwen3, STAGES, keeps_logits=False, recorded=False)
+    for runner in group.runners:
+        shard, _, _ = runner._model_state.loaded("a test")
+        shard.decoder._count_parts = lambda num_rows, num_stages: min(num_rows, 3)
+    told, proposing = serve(group, asked, speculator_of(expected, rate=0.9))
+    assert told == expected
+    assert proposing.token_ids[1] > 0
+
+
+def test_a_rank_with_overlapping_steps_finishes_them_before_proposals(tmp_path: Path) -> None:
+    directory = save_tiny("llama-biased", tmp_path, num_hidden_layers=2).directory
+    asked = random_requests(2, 14, vocabulary=VOCAB_SIZE)
+    expected = AsyncRank(directory, async_steps=False).serve(asked)
+    known = {name: [(token, b"") for token in tokens] for name, tokens in expected.items()}
+    rank = AsyncRank(directory, make_graphs=TapeBackend, speculator=speculator_of(known, rate=0.8))
+    assert rank.serve(asked) == expected
+    alone = AsyncRank(directory)
+    alone.serve(asked)
+    assert len(rank.said) < len(alone.said)
+
+
+# --- mutants: what must show in the test above ----------------------------------------------------------
+
+
+def _appends_all(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(running_step, "num_accepted", lambda drawn, proposed: len(proposed))
+
+
+def _draws_at_the_same_position(patch: pytest.MonkeyPatch) -> None:
+    draw = SequenceSampling.draw
+    patch.setattr(SequenceSampling, "draw", lambda self, mask=None, *, ahead=(): draw(self, mask))
+
+
+def _rows_do_not_see_one_another(patch: pytest.MonkeyPatch) -> None:
+    fill = InputBuffers._fill_proposed
+
+    def mutant(self: InputBuffers, plan: ranks_pb2.StepPlan, slots: SlotTable, views: object) -> None:
+        fill(self, plan, slots, views)  # type: ignore[arg-type]
+        lengths = views.rows.lengths  # type: ignore[attr-defined]
+        lengths[1:] = lengths[:-1].copy()
+
+    patch.setattr(InputBuffers, "_fill_proposed", mutant)
+
+
+@pytest.mark.parametrize("mutant", [_appends_all, _draws_at_the_same_position, _rows_do_not_see_one_another])
+def test_a_fault_shows(qwen3: Path, monkeypatch: pytest.MonkeyPatch, mutant: object) -> None:
+    group = RankGroup(qwen3, ONE, keeps_logits=False, num_blocks=40)
+    asked = random_requests(3, 8, vocabulary=VOCAB_SIZE)
+    expected, _ = serve(group, asked)
+    mutant(monkeypatch)  # type: ignore[operator]
+    try:
+        told, _ = serve(group, asked, speculator_of(expected, rate=0.8))
+    except Exception:
+        return
+    assert told != expected
+
+
+# --- plans ----------------------------------------------------------------------------------------------
+
+
+def bounds(*, keeps_states: bool = False) -> PlanBounds:
+    return PlanBounds(
+        max_num_seqs=4, max_num_batched_tokens=6, max_model_len=12, vocab_size=50, num_blocks=9, block_size=4,
+        keeps_states=keeps_states,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("proposals", "problem"),
+    [
+        ([(1, [3])], "slot 1, which does not decode"),
+        ([(9, [3])], "slot 9, which does not decode"),
+        ([(0, [])], "no tokens for slot 0"),
+        ([(0, [3]), (0, [4])], "twice for slot 0"),
+        ([(0, [50])], "a proposed token beyond the vocabulary of 50"),
+        ([(0, [3, 4, 5, 6])], "slot 0 has 2 blocks of 4 for 9 tokens"),
+        ([(0, [3, 4, 5])], None),
+    ],
+)
+def test_a_proposal_that_does_not_fit_is_refused(proposals: list[tuple[int, list[int]]], problem: str | None) -> None:
+    counts = SlotCounts(4)
+    counts.set(0, num_tokens=5, num_computed=4, num_blocks=2)
+    plan = ranks_pb2.StepPlan(
+        step_id=1,
+        decode_slots=[0],
+        proposals=[ranks_pb2.Proposal(slot=slot, token_ids=tokens) for slot, tokens in proposals],
+    )
+    if problem is None:
+        PlanCheck(bounds()).run(plan, counts)
+        problem, keeps_states = "whose states could not go back", True
+    else:
+        keeps_states = False
+    with pytest.raises(ProtocolError, match=problem):
+        PlanCheck(bounds(keeps_states=keeps_states)).run(plan, counts)
+
+
+def test_proposals_share_the_bounds_of_a_step() -> None:
+    counts = SlotCounts(4)
+    for slot in range(2):
+        counts.set(slot, num_tokens=3, num_computed=2, num_blocks=2)
+    plan = ranks_pb2.StepPlan(
+        step_id=1, decode_slots=[0, 1], proposals=[ranks_pb2.Proposal(slot=1, token_ids=[3, 4, 5])]
+    )
+    with pytest.raises(ProtocolError, match="makes 5 draws, at most 4 are allowed"):
+        PlanCheck(bounds()).run(plan, counts)
+
+
+def test_masks_are_given_for_each_draw(qwen3: Path) -> None:
+    """The second draw is bound to another mask than the first, and a missing one is noticed."""
+    group = RankGroup(qwen3, ONE)
+    builder = PlanBuilder(group)
+    builder.start(0, [5, 6, 7], sampling=GREEDY)
+    builder.schedule(0)
+    builder.run()
+    builder.schedule(0, proposed=[9])
+    plan = builder.take_plan()
+    plan.masked_slots.append(0)
+    only = [bytes(1 << token % 8 if token // 8 == byte else 0 for byte in range(25)) for token in (9, 77)]
+    outcome = builder.send(plan, only)
+    assert [token for _, token in outcome.sampled] == [9, 77]
+    builder.sequences[0].tokens += [9, 77]
+    builder.sequences[0].computed = 5
+    builder.schedule(0, proposed=[9])
+    plan = builder.take_plan()
+    plan.masked_slots.append(0)
+    with pytest.raises(ProtocolError, match="1 masks came for 2 draws"):
+        builder.send(plan, only[:1])

@@ -1,0 +1,90 @@
+"""LinearKernels of GPUs: quantised weights stay as narrow as they are.
+
+Quantised weights are multiplied by our kernels (`kernels.quantized_matmul`), floats by torch, or by our own kernel
+where a row must have the same bits in any batch (`kernels.matmul`). Packed weights can be looked up, so an embedding
+needs no memory beside a tied output head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from hetero_api.model_parts import Activation, ExpertsConfig
+from hetero_api.weight_format import WeightFormat
+from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
+from hetero_worker.kernels.matmul import linear
+from hetero_worker.layers.linear_kernels import (
+    HeadsByRow,
+    PackedExperts,
+    PackedHeads,
+    PackedMlp,
+    PackedWeight,
+    PlainKernel,
+    TorchWeight,
+)
+from hetero_worker.layers.triton.experts import DeviceExperts, kinds_of
+from hetero_worker.layers.triton.weights import DeviceWeight, packed_on
+
+_GROUP_UNIT: Final = 16
+"""Inputs; groups are multiples of it."""
+
+
+class DeviceKernel(PlainKernel):
+    """LinearKernel of one device, by torch and by our kernels for quantised weights."""
+
+    name = "torch, triton for quantised weights"
+    embeds = True
+    batch_invariant: bool = False
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        """`dtype`: of inputs and outputs."""
+        self._device = device
+        self._dtype = dtype
+
+    def takes(self, weights: WeightFormat) -> bool:
+        """Return True for formats whose groups have a multiple of 16 inputs."""
+        return weights.group % _GROUP_UNIT == 0 and not (weights.is_float and weights.has_minimum)
+
+    def pack_quantized(self, matrix: QuantizedMatrix) -> PackedWeight:
+        """Return the matrix on the device. Raises ValueError for a format that the kernel does not take."""
+        if not self.takes(matrix.format):
+            raise ValueError(f"our kernels take groups of a multiple of {_GROUP_UNIT} inputs, not {matrix.format}")
+        packed = packed_on(self._device, matrix)
+        return DeviceWeight(packed, self._dtype, batch_invariant=self.batch_invariant)
+
+    def join_experts(
+        self,
+        experts: ExpertsConfig,
+        activation: Activation,
+        *,
+        shared: PackedMlp | None,
+        counts: torch.Tensor,
+        loaded: Sequence[PackedMlp],
+    ) -> PackedExperts | None:
+        """See `LinearKernel.join_experts`. Experts whose weights are of several kinds are computed one by one."""
+        if kinds_of(loaded) is None:
+            return None
+        return DeviceExperts(experts, activation, shared=shared, counts=counts, batch_invariant=self.batch_invariant)
+
+
+class TritonKernel(DeviceKernel):
+    """Batch-invariant LinearKernel: a row has the same bits however many rows there are."""
+
+    name = "triton-invariant"
+    batch_invariant = True
+
+    def pack(self, weight: torch.Tensor) -> PackedWeight:
+        """Return a product with the weight [out, in] as it is."""
+        return _InvariantWeight(weight)
+
+    def pack_heads(self, weight: torch.Tensor) -> PackedHeads:
+        """Return products with the weight [heads, out, in], by torch row by row: there is no kernel of ours."""
+        return HeadsByRow(weight)
+
+
+class _InvariantWeight(TorchWeight):
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
+        return linear(x, self._weight, bias)
