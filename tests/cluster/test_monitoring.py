@@ -124,6 +124,16 @@ def load(group: LocalGroupProcess) -> Iterator[None]:
             thread.join()
 
 
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stop a process, and let it go on afterwards."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def in_force(expression: str) -> str:
     """The expression as Grafana sends it for all namespaces."""
     return expression.replace("$namespace", ".*").replace("$__rate_interval", WINDOW)
@@ -170,9 +180,10 @@ def test_every_expression_has_data_and_alerts_fire_and_resolve(
             families = prometheus.query(f'{{__name__="{name}"}}')
             assert families or name in MAY_BE_ABSENT, name
 
-        os.kill(group.record.processes["cpu-1"], signal.SIGKILL)
-        poll(lambda: has_fired(prometheus, "HeteroInferenceGroupNotReady"), timeout_s=ALERT_TIMEOUT_S)
-        poll(lambda: has_fired(prometheus, "HeteroInferenceRankMissing"), timeout_s=ALERT_TIMEOUT_S)
+        with stopped(group.process.pid):  # so that nothing starts the rank again before it has been seen to be missing
+            os.kill(group.record.processes["cpu-1"], signal.SIGKILL)
+            poll(lambda: has_fired(prometheus, "HeteroInferenceGroupNotReady"), timeout_s=ALERT_TIMEOUT_S)
+            poll(lambda: has_fired(prometheus, "HeteroInferenceRankMissing"), timeout_s=ALERT_TIMEOUT_S)
         operator.stop()
         poll(lambda: "HeteroInferenceOperatorDown" in prometheus.firing(), timeout_s=ALERT_TIMEOUT_S)
         operator.start()
