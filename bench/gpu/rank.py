@@ -89,6 +89,7 @@ class _Rank:
         self._backend.open()
         self._listener = StoreListener(_HOST)
         self._group: GroupCoordinator | None = None
+        self._vocab_size = 0
         self._came_s: deque[float] = deque()
         """When the plans came that are not answered yet."""
         self._make_runner()
@@ -127,9 +128,11 @@ class _Rank:
 
     def _step(self, payload: bytes) -> None:
         from hetero_api.v1 import ranks_pb2
+        from hetero_gateway.group.warm_up import masks_of
 
         self._came_s.append(time.perf_counter())
-        self._steps.begin(ranks_pb2.StepPlan.FromString(payload))
+        plan = ranks_pb2.StepPlan.FromString(payload)
+        self._steps.begin(plan, lambda: masks_of(plan, vocab_size=self._vocab_size))
 
     def _answer(self, plan: ranks_pb2.StepPlan, output: StepOutput) -> None:
         from hetero_worker.process.messages import step_result
@@ -203,6 +206,7 @@ class _Rank:
         from hetero_worker.errors import MemoryBudgetError
 
         self._use(order.options)
+        self._vocab_size = order.config.vocab_size
         exchange = self._formed.connect(
             order.plan,
             inputs_everywhere=bool(order.config.layer_input_size),
