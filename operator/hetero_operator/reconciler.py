@@ -182,6 +182,7 @@ class Reconciler:
             resource=resource,
             owned=[*owned, *secrets],
             pods=pods,
+            failed_pods=parts.cache.failed_pods(key),
             now=now,
             capabilities=parts.cache.capabilities,
             options=self._options,

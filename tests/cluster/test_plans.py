@@ -53,6 +53,7 @@ class RealWorld:
                 resource=self.resource,
                 owned=list(self._list(*KINDS, *self._budgets())),
                 pods=list(self._list("Pod")),
+                failed_pods=(),
                 now=datetime.now(UTC),
                 capabilities=self.capabilities,
                 options=OPTIONS,

@@ -44,6 +44,7 @@ class OperatorWorld:
     now: datetime = datetime(2030, 1, 1, tzinfo=UTC)
     objects: dict[ObjectKey, dict[str, Any]] = field(default_factory=dict)
     pods: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failed_pods: list[dict[str, Any]] = field(default_factory=list)
     nodes: dict[str, Object | None] = field(default_factory=dict)
     gateways: dict[int, GatewayReport] = field(default_factory=dict)
     """By the ordinal of the replica."""
@@ -55,6 +56,7 @@ class OperatorWorld:
             resource=copy.deepcopy(self.resource),
             owned=copy.deepcopy(list(self.objects.values())),
             pods=copy.deepcopy([pod for pod in self.pods.values() if LABEL_NAME in pod["metadata"]["labels"]]),
+            failed_pods=copy.deepcopy(self.failed_pods),
             now=self.now,
             nodes=dict(self.nodes),
             gateway=self.gateways.get(0),

@@ -122,6 +122,10 @@ class ClusterCache:
             owned += [*kept, *(store.shown(body) for body in bodies.values() if body is not None)]
         return owned, self._stores[POD].owned_by(owner)
 
+    def failed_pods(self, owner: Key) -> list[Object]:
+        """Return the resource's pods that had failed when they were deleted, the last of each name."""
+        return self._stores[POD].failed_pods(owner)
+
     async def _body(self, kind: ResourceKind, namespace: str, name: str) -> Object | None:
         """Return an object from the server, and keep it if there is room by now."""
         try:

@@ -26,6 +26,7 @@ from hetero_operator.cluster.kinds import POD, ResourceKind
 from hetero_operator.cluster.transport import Object
 
 MAX_TOMBSTONES: Final = 10_000
+MAX_FAILED_PODS: Final = 1_000
 NAMESPACE_BYTES: Final = 64 * 2**20
 """Bytes of objects to keep of one namespace: 1,000 resources, each with all it owns, take 40 MiB."""
 _KEPT_METADATA: Final = (
@@ -96,6 +97,7 @@ class ObjectStore:
         self._entries: dict[Key, Entry] = {}
         self._by_owner: defaultdict[Key, set[str]] = defaultdict(set)
         self._dead: OrderedDict[str, str] = OrderedDict()
+        self._failed_pods: OrderedDict[Key, Entry] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -116,6 +118,11 @@ class ObjectStore:
     def owned_by(self, owner: Key) -> list[Object]:
         """Return the objects with the owner's label, by name."""
         return [self._entries[key].decode() for key in self._names(owner)]
+
+    def failed_pods(self, owner: Key) -> list[Object]:
+        """Return the owner's pods that had failed when they were deleted, the last of each name."""
+        found = self._failed_pods.items()
+        return [pod.decode() for key, pod in found if owner == Key(key.namespace, pod.owner)]
 
     def incomplete(self, owner: Key) -> dict[str, int]:
         """Return the names of the owner's objects whose bodies were left out, and how many bytes that were."""
@@ -148,7 +155,18 @@ class ObjectStore:
         if known is None or known.uid != uid:
             return None
         self._remove(key)
+        self._remember_failure(key, item, known.owner)
         return Key(key.namespace, known.owner)
+
+    def _remember_failure(self, key: Key, item: Mapping[str, Any], owner: str) -> None:
+        """Keep a failed pod: its StatefulSet replaces it at once, often before anybody could look at it."""
+        if self.kind != POD or (item.get("status") or {}).get("phase") != "Failed":
+            return
+        metadata = item["metadata"]
+        text = self._text(item, whole=False)
+        self._failed_pods[key] = Entry(text, metadata["uid"], metadata["resourceVersion"], owner)
+        while len(self._failed_pods) > MAX_FAILED_PODS:
+            self._failed_pods.popitem(last=False)
 
     def bury(self, namespace: str, name: str, uid: str) -> None:
         """Remove an object that we deleted, and ignore older news of it."""
@@ -239,6 +257,7 @@ class ObjectStore:
 
     def _remove(self, key: Key) -> None:
         entry = self._entries.pop(key)
+        self._failed_pods.pop(key, None)
         self._budget.add(key.namespace, -len(entry.text))
         self._disown(key, entry.owner)
 

@@ -62,7 +62,7 @@ def account(
     stored = stored_status(observed.resource)
     if not runs:
         return RestartsStatus()
-    pods = _pods_of(observed, revision)
+    pods, failed_pods = _pods_of(observed, revision), _failed_pods_of(observed, revision)
     waiting = _without_pods(observed, spec, inventory)
     is_new = stored.revision != revision
     before = RestartsStatus() if is_new else _renewed(stored.restarts, spec.recovery, observed.now, waiting=waiting)
@@ -72,7 +72,7 @@ def account(
     news = [
         item
         for name, members in by_pod.items()
-        if (item := _restart(members, pods.get(name), seen.get(name), stored)) is not None
+        if (item := _restart(members, pods.get(name), seen.get(name), stored, failed=failed_pods.get(name))) is not None
     ]
     after = before.model_copy(update={"seen": _seen(by_pod, pods, seen, waiting=waiting)})
     counted = _explained(_counted(after, news, observed.now) if news else after, expected, pods)
@@ -112,9 +112,17 @@ def _by_pod(expected: Iterable[ExpectedPod]) -> dict[str, list[ExpectedPod]]:
 
 
 def _restart(
-    members: Sequence[ExpectedPod], pod: Object | None, before: SeenRestarts | None, stored: HeteroInferenceStatus
+    members: Sequence[ExpectedPod],
+    pod: Object | None,
+    before: SeenRestarts | None,
+    stored: HeteroInferenceStatus,
+    *,
+    failed: Object | None,
 ) -> _Restart | None:
-    """Return the restarts of one pod since `before`, with the reason of the container that ended last."""
+    """Return the restarts of one pod since `before`, with the reason of the container that ended last.
+
+    `failed` is the last pod of that name that had failed and is gone.
+    """
     if pod is None or before is None:
         return None
     count = _container_restarts(pod, members)
@@ -128,6 +136,8 @@ def _restart(
         words = end_trouble(pod, last.container).words
     elif ending is not None:
         words = str(ending)
+    elif failed is not None:
+        words = end_trouble(failed, last.container).words
     else:
         known = ((item, _remembered(stored, item)) for item in members)
         last, words = next((pair for pair in known if pair[1]), (last, "its pod was replaced"))
@@ -254,6 +264,12 @@ def _without_pods(observed: Observed, spec: HeteroInferenceSpec, inventory: Inve
 def _pods_of(observed: Observed, revision: str) -> dict[str, Object]:
     """Return the rank pods of a revision by name."""
     return {name: pod for name, pod in rank_pods(observed).items() if label_of(pod, LABEL_REVISION) == revision}
+
+
+def _failed_pods_of(observed: Observed, revision: str) -> dict[str, Object]:
+    """Return the pods of a revision that had failed and are gone, by name."""
+    found = {pod["metadata"]["name"]: pod for pod in observed.failed_pods}
+    return {name: pod for name, pod in found.items() if label_of(pod, LABEL_REVISION) == revision}
 
 
 def _failing_pools(pods: Iterable[Object], seen: Mapping[str, SeenRestarts]) -> frozenset[str]:

@@ -131,6 +131,8 @@ class Observed:
     """Every object but pods that carries LABEL_NAME with the resource's name, of every kind that we make."""
     pods: Sequence[Object]
     """Every pod that carries that label."""
+    failed_pods: Sequence[Object]
+    """Pods with that label that had failed and are gone, the last of each name."""
     now: datetime
     """With a time zone."""
     capabilities: Capabilities

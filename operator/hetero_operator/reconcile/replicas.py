@@ -97,6 +97,7 @@ def view_of(observed: Observed, ordinal: int) -> Observed:
         resource={**resource, "status": _stored_status(resource.get("status") or {}, ordinal)},
         owned=[item for item in observed.owned if ordinal_of(item) == ordinal or not is_owned_by(item, uid)],
         pods=[pod for pod in observed.pods if ordinal_of(pod) == ordinal],
+        failed_pods=[pod for pod in observed.failed_pods if ordinal_of(pod) == ordinal],
         gateway=observed.gateway if ordinal == 0 else observed.gateways.get(ordinal),
         gateways={},
         ordinal=ordinal,

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_api.contract import LABEL_REVISION
 from hetero_api.manifest import parse_resource
 from hetero_operator.reconcile import budget
 from hetero_operator.reconcile.inventory import Inventory
@@ -106,6 +107,29 @@ def test_a_pod_that_failed_and_is_made_anew_counts_with_its_reason() -> None:
     told = restarts(scene)
     assert told["count"] == 1
     assert told["lastReason"].startswith("rank 0 (pod x-cpu-0): the node refused the pod: TopologyAffinityError: ")
+
+
+def test_a_pod_that_failed_and_was_replaced_before_anybody_looked_counts_with_its_reason() -> None:
+    scene = scene_of_running_ranks()
+    running = copy.deepcopy(scene.pod("x-cpu-0"))
+    scene.put("x-cpu-0", REFUSED)
+    scene.world.failed_pods = [scene.pod("x-cpu-0")]
+    scene.world.pods["x-cpu-0"] = running
+    replace_pod(scene, "x-cpu-0")
+    told = restarts(scene)
+    assert told["count"] == 1
+    assert told["lastReason"].startswith("rank 0 (pod x-cpu-0): the node refused the pod: TopologyAffinityError: ")
+
+
+def test_a_failed_pod_of_another_revision_explains_nothing() -> None:
+    scene = scene_of_running_ranks()
+    running = copy.deepcopy(scene.pod("x-cpu-0"))
+    scene.put("x-cpu-0", REFUSED)
+    scene.world.failed_pods = [copy.deepcopy(scene.pod("x-cpu-0"))]
+    scene.world.failed_pods[0]["metadata"]["labels"][LABEL_REVISION] = "earlier"
+    scene.world.pods["x-cpu-0"] = running
+    replace_pod(scene, "x-cpu-0")
+    assert restarts(scene)["lastReason"] == "rank 0 (pod x-cpu-0): its pod was replaced"
 
 
 def test_a_pod_that_is_away_for_a_while_counts_when_it_is_back() -> None:

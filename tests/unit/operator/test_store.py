@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hetero_api.contract import LABEL_NAME
 from hetero_operator.cluster.kinds import ALWAYS_WATCHED, POD
-from hetero_operator.cluster.store import Key, NamespaceBudget, ObjectStore, key_of
+from hetero_operator.cluster.store import MAX_FAILED_PODS, Key, NamespaceBudget, ObjectStore, key_of
 
 OWNER = Key("ns", "x")
 
@@ -118,6 +118,40 @@ def test_news_that_an_earlier_object_of_the_name_is_gone_removes_nothing() -> No
     store.put(pod("a", 4, uid="second"))
     assert store.drop(pod("a", 5, uid="first")) is None
     assert names(store) == ["a"]
+
+
+def failed(name: str, version: int, *, uid: str = "") -> dict[str, Any]:
+    return {**pod(name, version, uid=uid), "status": {"phase": "Failed", "reason": "TopologyAffinityError"}}
+
+
+def failed_uids(store: ObjectStore, owner: Key = OWNER) -> list[str]:
+    return [item["metadata"]["uid"] for item in store.failed_pods(owner)]
+
+
+def test_a_pod_that_had_failed_is_remembered_until_the_next_of_its_name_is_gone() -> None:
+    store = ObjectStore(POD)
+    store.put(pod("a", 1, uid="first"))
+    store.drop(failed("a", 2, uid="first"))
+    store.put(pod("a", 3, uid="second"))
+    assert names(store) == ["a"]
+    assert failed_uids(store) == ["first"]
+    assert failed_uids(store, Key("ns", "y")) == failed_uids(store, Key("other", "x")) == []
+    (remembered,) = store.failed_pods(OWNER)
+    assert remembered["status"]["reason"] == "TopologyAffinityError"
+    assert remembered["metadata"]["labels"] == {LABEL_NAME: "x"}
+    store.drop(pod("a", 4, uid="second"))
+    assert failed_uids(store) == []
+
+
+def test_only_the_last_failed_pods_are_remembered_and_none_that_we_deleted() -> None:
+    store = ObjectStore(POD)
+    store.put(failed("ours", 1))
+    store.bury("ns", "ours", "uid-ours")
+    assert failed_uids(store) == []
+    for number in range(MAX_FAILED_PODS + 2):
+        store.put(pod(f"p{number}", 2))
+        store.drop(failed(f"p{number}", 3))
+    assert failed_uids(store) == [f"uid-p{number}" for number in range(2, MAX_FAILED_PODS + 2)]
 
 
 def test_an_object_that_changes_hands_is_found_with_the_new_owner_only() -> None:
