@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -35,6 +34,7 @@ from hetero_api.contract import (
 )
 from hetero_api.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from hetero_api.v1.ranks_pb2 import EXCHANGE_KIND_SHM
+from tests.support.kube.ports import free_port
 from tests.support.local_group import alive, shared_segments, wait_for, write_manifest
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
@@ -43,12 +43,6 @@ READY_S = 120.0
 NUM_TOKENS = 12
 HEALTH = ("health", "health-1")
 PORTS = ("inference", "admin", "ranks", "metrics", *HEALTH)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

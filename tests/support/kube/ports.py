@@ -14,17 +14,21 @@ from tests.support.kube.errors import ComponentFailed
 HOST = "127.0.0.1"
 RANGE = range(18000, 32000)
 ATTEMPTS = 200
+_given: set[int] = set()
 
 
 def free_port() -> int:
-    """A port that nobody listens at now."""
+    """A port that nobody listens at now, and that was not given before."""
     for _ in range(ATTEMPTS):
         port = random.choice(RANGE)
+        if port in _given:
+            continue
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((HOST, port))
             except OSError:
                 continue
+            _given.add(port)
             return port
     raise ComponentFailed(f"no free port on {HOST} between {RANGE.start} and {RANGE.stop}")

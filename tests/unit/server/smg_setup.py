@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,13 +11,10 @@ from pathlib import Path
 
 import httpx
 
+from tests.support.kube.ports import free_port
+
 START_S = 60.0
 _CODE = "import sys; from smg.cli import main; sys.exit(main())"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        return int(held.getsockname()[1])
 
 
 @asynccontextmanager
