@@ -52,8 +52,8 @@ test-distributed: $(STAMP) $(NATIVE) ## Run the tests with real rank processes a
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	$(BIN)/pytest tests/distributed -q $(TIER)
 
-test-sanitizers: $(STAMP) $(NATIVE) ## Stress the exchange in C under ThreadSanitizer, AddressSanitizer and UBSan (`make test` does, too)
-	$(BIN)/pytest tests/unit/worker_rank/test_native_stress.py -q
+test-sanitizers: $(STAMP) $(NATIVE) ## Run the exchange and the kernels in C under sanitizers (`make test-all` does, too)
+	$(BIN)/pytest tests/unit/worker_rank/test_native_stress.py tests/unit/native_compute/test_sanitizers.py -q
 
 FUZZ_MINUTES ?= 30
 fuzz: $(STAMP) $(NATIVE) ## Fuzz every reader of files, requests and messages for FUZZ_MINUTES (30) each; FUZZ='gguf bodies': these
