@@ -449,7 +449,7 @@ class HeteroInferenceSpec(SpecModel):
     """true: keep the resource and what it owns, run no pods."""
     replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 1
     """Groups of a gateway and its ranks, each with the whole model, behind one Service; 0 for no pods. `kubectl scale`
-    and autoscalers set it. One machine (`hetero up`) runs one.
+    and autoscalers set it. One machine runs as many as `hetero up --replicas` says.
     """
     rollout: RolloutSpec = RolloutSpec()
     """How a changed spec reaches the replicas."""

@@ -12,6 +12,11 @@ if __name__ == "__main__":
         from hetero_gateway import responder
 
         responder.run(sys.argv[2:])
+    elif sys.argv[1:2] == ["route"]:
+        # Needs the extra heteroinference[router].
+        from hetero_gateway import smg
+
+        smg.run(sys.argv[2:])
     else:
         from hetero_gateway.server.app import run
 

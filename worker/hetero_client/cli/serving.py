@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -55,6 +55,21 @@ def up(
             "the name NAME.N.",
         ),
     ] = 0,
+    replicas: Annotated[
+        int, typer.Option(min=1, max=64, metavar="N", help="Groups to start, with --router, each as --dp-local-rank.")
+    ] = 1,
+    router: Annotated[
+        bool,
+        typer.Option(
+            "--router",
+            help="Start a router (SMG) before the groups; the HTTP port is its own. Needs the extra "
+            "heteroinference[router].",
+        ),
+    ] = False,
+    router_keys: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Lines TENANT:KEY of keys that callers show to the router. Default: none."),
+    ] = None,
 ) -> None:
     """Run a manifest on this machine until Ctrl-C: a gateway and its ranks, as processes.
 
@@ -62,6 +77,7 @@ def up(
     hetero up examples/smollm2-cpu.yaml
     hetero up examples/smollm2-cpu.yaml --model smollm2-135m-instruct
     hetero up examples/smollm2-cpu.yaml --port 0 --dp-local-rank 1
+    hetero up examples/smollm2-cpu-1rank.yaml --replicas 2 --router
 
     Then, in another terminal: hetero chat, hetero generate, hetero topology, hetero ps.
     Ctrl-C once ready stops everything and exits 0; before that it exits 130. Once the group is ready, a process that
@@ -73,12 +89,73 @@ def up(
     from hetero_client.launcher.commands import DoorFiles
 
     home = HeteroHome.from_environment()
+    door = DoorFiles(keys=keys, tls=tls_dir, client_ca=client_ca_dir)
+    _check_router(router, replicas=replicas, keys=router_keys, door=door, router_port=router_port, rank=dp_local_rank)
+    if router:
+        given = {"--model": model, "--keys": keys, "--tls-dir": tls_dir}
+        group_options = [text for option, value in given.items() if value for text in (option, str(value))]
+        group_options += ["--forkserver" if forkserver else "--no-forkserver", *(["--remeasure"] if remeasure else [])]
+        serve_replicas(
+            file, replicas, port=port, http_port=http_port, home=home, keys=router_keys, door=door,
+            group_options=group_options,
+        )  # fmt: skip
+        return
     config = prepare(
         file, port=port, http_port=http_port, model=model, home=home, with_forkserver=forkserver,
         remeasure=remeasure, dp_local_rank=dp_local_rank, router_port=router_port,
-        door=DoorFiles(keys=keys, tls=tls_dir, client_ca=client_ca_dir),
+        door=door,
     )  # fmt: skip
     serve(config, home=home)
+
+
+def _check_router(
+    router: bool, *, replicas: int, keys: Path | None, door: DoorFiles, router_port: int | None, rank: int
+) -> None:
+    """Raise LocalSpecError for options that do not go together."""
+    from hetero_client.errors import LocalSpecError
+
+    problems = []
+    if not router:
+        problems += ["--replicas: several groups need --router"] if replicas > 1 else []
+        problems += ["--router-keys: is of no use without --router"] if keys is not None else []
+    else:
+        problems += ["--router-port: with --router each group has its own; leave it out"] if router_port else []
+        problems += ["--dp-local-rank: with --router give --replicas instead"] if rank else []
+        if door.keys is not None and keys is None:
+            problems.append("--router-keys: is required with --keys, or the router lets in who has no key")
+        if door.client_ca is not None:
+            problems.append("--client-ca-dir: the router asks for no certificates; leave it out, or --router")
+    if problems:
+        raise LocalSpecError(problems)
+
+
+def serve_replicas(
+    file: Path,
+    replicas: int,
+    *,
+    port: int | None,
+    http_port: int | None,
+    home: HeteroHome,
+    keys: Path | None,
+    door: DoorFiles,
+    group_options: Sequence[str],
+) -> None:
+    """Run groups of a manifest and a router before them until a stop signal."""
+    from hetero_api.host.stop_signals import StopSignals
+    from hetero_api.manifest import load_manifest
+    from hetero_client.launcher.replicas import LocalReplicas, ReplicasConfig
+
+    resource = load_manifest(file)
+    door.check(resource.spec.gateway)
+    http_port = http_port if http_port is not None else 0 if port == 0 else resource.spec.gateway.service.http_port
+    home.runs.mkdir(parents=True, exist_ok=True)
+    config = ReplicasConfig(
+        manifest=file.absolute(), num_replicas=replicas, http_port=http_port, keys=keys, tls_dir=door.tls,
+        router_log=home.runs / f"{resource.metadata.name}.router.log", group_options=group_options,
+    )  # fmt: skip
+    config.check()
+    with StopSignals() as signals:
+        LocalReplicas(config, signals=signals, report=print_note).run()
 
 
 @options.takes_sampling(*options.CHAT_SAMPLING)

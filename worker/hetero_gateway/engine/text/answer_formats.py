@@ -275,6 +275,11 @@ FORMATS: Final[Mapping[str, CallFormat]] = {
 """Formats by name. The first whose signs a template holds is the model's."""
 
 
+def family_of(template: str) -> str:
+    """Return the name in FORMATS of a chat template's family; "" if its calls are of none."""
+    return next((name for name, each in FORMATS.items() if all(sign in template for sign in each.signs)), "")
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
     """Format of one model's answers: None where it has no calls, or does not think."""
@@ -290,8 +295,7 @@ class AnswerFormat:
 
         `special_id` returns the id of a special token by its text. `calls` names a format in place of the template's.
         """
-        name = calls or next((name for name, each in FORMATS.items() if all(s in template for s in each.signs)), "")
-        found = FORMATS.get(name)
+        found = FORMATS.get(calls or family_of(template))
         thought = next((each for each in _THOUGHTS if each.opening in template), None)
         marks = (*(found.marks if found else ()), *((thought.opening, thought.closing) if thought else ()))
         ids = {mark: special_id(mark) for mark in marks}
