@@ -8,6 +8,7 @@ another way than this, or a module that takes none, is refused with the file and
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -112,6 +113,14 @@ class LoraAdapter:
         if file is not None:
             file.__exit__(kind, error, trace)
 
+    def digests(self) -> dict[str, bytes]:
+        """Return the digest of each file. Raises OSError."""
+        found: dict[str, bytes] = {}
+        for name in (CONFIG_FILE, TENSORS_FILE):
+            with model_file(self._path.parent / name).open("rb") as file:
+                found[name] = hashlib.file_digest(file, "sha256").digest()
+        return found
+
     def factors(self, part: TensorSlice) -> LowRankFactors | None:
         """Read the factors of a slice of a module's weight; None if the adapter leaves the module as it is.
 
@@ -171,6 +180,17 @@ class LoraAdapter:
                 f"{', '.join(kinds) or 'none'}"
             )
         return module
+
+
+def adapter_directory(directory: str, root: str) -> Path:
+    """Return an adapter's directory, links followed. Raises ModelError unless it lies in `root`."""
+    try:
+        real, allowed = Path(directory).resolve(strict=True), Path(root).resolve(strict=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{directory}: cannot be read: {error}; put the adapter there, on every rank") from error
+    if not real.is_relative_to(allowed):
+        raise ModelError(f"{directory}: leads to {real}, outside {root}; adapters are read from there only")
+    return real
 
 
 def _read_config(path: Path) -> _Config:

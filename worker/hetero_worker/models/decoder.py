@@ -108,6 +108,8 @@ class Decoder:
             config.ropes, head_dims=config.rotary_widths, max_length=max_length, dtype=dtype, device=device
         )
         self._adapter_rows = AdapterRows()
+        self.adapters: set[int] = set()
+        """Numbers of the adapters that are held."""
         self._embedding: ShardedEmbedding | None = None
         self._layer_embedding: ShardedEmbedding | None = None
         self._layer_inputs: LayerInputs | None = None
@@ -165,11 +167,18 @@ class Decoder:
         """Serve an adapter under a number in [1, MAX_ADAPTERS] from now on, in place of another that had it."""
         for linear, parts in zip(self.adaptable, factors, strict=True):
             linear.take_adapters(kernel, self._adapter_rows, device=self.device).hold(number, parts, self._dtype)
+        self.adapters.add(number)
+
+    def adapter_bytes(self, rank: int) -> int:
+        """Return the bytes of an adapter of this rank that changes all that takes adapters."""
+        shapes = (part.shape for linear in self.adaptable for part in linear.slices)
+        return sum(rank * (out + width) for out, width in shapes) * self._dtype.itemsize
 
     def drop_adapter(self, number: int) -> None:
         """Forget an adapter, which no row has any more."""
         for linear in self.adaptable:
             linear.drop_adapter(number)
+        self.adapters.discard(number)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
