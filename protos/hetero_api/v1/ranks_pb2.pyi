@@ -1749,7 +1749,7 @@ Global___GroupCommand: _TypeAlias = GroupCommand  # noqa: Y015
 
 @_typing.final
 class LoadAdapter(_message.Message):
-    """Read a LoRA adapter that PEFT saved, and serve it under a number that is free. All ranks must read the same files."""
+    """Read a LoRA adapter that PEFT saved, and serve it under a number, in place of one that no slot has. All ranks must read the same files."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

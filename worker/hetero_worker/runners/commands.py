@@ -221,9 +221,9 @@ class GroupCommands:
         if parts := self._model_state.asleep_parts:
             raise CommandRefused(f"adapters cannot be loaded while the rank is asleep ({', '.join(parts)})")
         shard, request, _ = self._model_state.loaded("load_adapter")
-        held = shard.decoder.adapters
-        if not 0 < order.number <= request.max_adapters or order.number in held:
-            raise CommandRefused(f"adapter {order.number}: {request.max_adapters} may be loaded, {sorted(held)} are")
+        if not 0 < order.number <= request.max_adapters:
+            raise CommandRefused(f"adapter {order.number}: {request.max_adapters} may be loaded")
+        self._check_unused(order.number)
         directory = adapter_directory(order.directory, order.root)
         with LoraAdapter(directory, adapter_targets(request.config), max_rank=request.max_adapter_rank) as adapter:
             factors, files = shard.decoder.read_adapter(adapter), adapter.digests()
@@ -236,15 +236,19 @@ class GroupCommands:
 
     def _prepare_unloading(self, number: int) -> _Prepared:
         shard, _, _ = self._model_state.loaded("unload_adapter")
-        cache = self._model_state.cache
-        if cache is not None and number in cache.slots.adapters:
-            raise CommandRefused(f"adapter {number} cannot be unloaded: a slot uses it")
+        self._check_unused(number)
 
         def commit() -> _Outcome:
             shard.decoder.drop_adapter(number)
             return _Outcome()
 
         return _Prepared(commit)
+
+    def _check_unused(self, adapter: int) -> None:
+        """Raise CommandRefused if a slot uses the adapter of this number."""
+        cache = self._model_state.cache
+        if cache is not None and adapter in cache.slots.adapters:
+            raise CommandRefused(f"adapter {adapter} cannot be replaced or unloaded: a slot uses it")
 
     def _prepare_update(self) -> _Prepared:
         if parts := self._model_state.asleep_parts:
