@@ -35,7 +35,9 @@ def save_adapter(
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(seed)
-        base = AutoModelForCausalLM.from_pretrained(str(model_directory), dtype=torch.float32)
+        base = AutoModelForCausalLM.from_pretrained(
+            str(model_directory), dtype=torch.float32, experts_implementation="eager"
+        )
         config = LoraConfig(
             r=rank, lora_alpha=2 * rank, target_modules=list(modules), init_lora_weights=False, **fields
         )

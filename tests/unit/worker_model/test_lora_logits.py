@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
+from hetero_api.model_config import ModelConfig
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel
 from hetero_worker.layers.native_linear import NativeLinear
+from hetero_worker.models.decoder_layer import adapter_targets
 from tests.support.lora_adapters import SavedAdapter, save_adapter
 from tests.support.native_compute import op_queue_of
 from tests.support.rank_shares import Shares
@@ -28,6 +31,7 @@ LAYOUTS = {
         kv_heads=((8, 0, 0), (0, 8, 0)), mlp_columns=((20, 0, 30), (0, 20, 30)), vocab_rows=(64, 64, 72)
     ),
 }
+TWO_RANKS = Shares(kv_heads=((5, 3),), mlp_columns=((20, 30),), vocab_rows=(64, 136), experts=((2, 4),))
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TARGETS = [ALL, ("q_proj", "v_proj"), ("k_proj",), ("o_proj", "down_proj"), ("gate_proj",), ("up_proj", "q_proj")]
 KERNELS: dict[str, Callable[[], LinearKernel]] = {
@@ -83,3 +87,17 @@ def test_an_adapter_that_was_dropped_or_replaced_leaves_nothing_behind(
     for decoder in stages.decoders:
         decoder.drop_adapter(7)
     assert torch.equal(stages.logits((stages.start(PROMPT), len(PROMPT))), before)
+
+
+@pytest.mark.parametrize("variant", ["glm4", "llama-biased", "qwen3.5", "gemma4-readers", "gemma4-moe", "gpt-oss"])
+def test_models_of_other_kinds_take_adapters_of_all_their_modules(tmp_path: Path, variant: str) -> None:
+    """Fused gates and interleaved rotations, biases, gated attention, layers without keys, experts beside."""
+    checkpoint = save_tiny(variant, tmp_path / "model")
+    targets = adapter_targets(ModelConfig.from_directory(checkpoint.directory))
+    modules = sorted({name.rpartition(".")[2] for name in targets})
+    adapter = save_adapter(checkpoint.directory, tmp_path / "adapter", modules=modules)
+    stages = Stages.load(checkpoint.directory, TWO_RANKS)
+    stages.hold_adapter(1, adapter.directory)
+    got = stages.logits((stages.start(PROMPT, adapter=1), len(PROMPT)))
+    assert (got - adapter.logits(PROMPT)).abs().max() <= TOLERANCE
+    assert (got - checkpoint.logits(PROMPT)).abs().max() > 100 * TOLERANCE
