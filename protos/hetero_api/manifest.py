@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from hetero_api.errors import ManifestError
-from hetero_api.spec import SHARE_KINDS, HeteroInference, HeteroInferenceSpec, PlacementMode
+from hetero_api.spec import SHARE_KINDS, AdaptersSpec, HeteroInference, HeteroInferenceSpec, PlacementMode
 from hetero_api.spec_model import DType
 from hetero_api.spec_pools import PoolType
 from hetero_api.spec_types import SpecModel, TransitionRule, section_of
@@ -194,6 +194,28 @@ def _unsupported(spec: HeteroInferenceSpec) -> list[str]:
             "spec.gateway.authTokenSecretRef: spec.gateway.auth.keysSecretRef took its place: a Secret with a keys "
             "file, whose entries `hetero key` makes"
         )
+    return [*problems, *_adapter_problems(spec.engine.adapters, taken=names_of_weights(spec.model.uri))]
+
+
+def names_of_weights(uri: str) -> tuple[str, str]:
+    """Return the names by which requests may ask for the weights of a URI: itself, and what follows its scheme."""
+    return uri, uri.partition("://")[2] or uri
+
+
+def _adapter_problems(adapters: AdaptersSpec, *, taken: Sequence[str]) -> list[str]:
+    path, number = "spec.engine.adapters", len(adapters.load)
+    problems = []
+    if number > adapters.max_loaded:
+        problems.append(f"{path}.load: {number} adapters are more than maxLoaded: {adapters.max_loaded}; raise it")
+    seen = set(taken)
+    for index, adapter in enumerate(adapters.load):
+        if adapter.name in seen:
+            problems.append(
+                f"{path}.load[{index}].name: {adapter.name!r} is the model's or another adapter's; take another"
+            )
+        if adapters.root_of(adapter.directory) is None:
+            problems.append(f"{path}.load[{index}].directory: lies in none of {path}.roots; add its folder there")
+        seen.add(adapter.name)
     return problems
 
 

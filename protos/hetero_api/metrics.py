@@ -120,7 +120,7 @@ class GatewayMetric(Enum):
         ("block_size", "num_gpu_blocks", "cache_dtype", "engine"),
     )  # fmt: skip
     LORA = _gauge(
-        "vllm:lora_requests_info", "Always 0: adapters are not served.",
+        "vllm:lora_requests_info", "Always 0: Admin.ListAdapters says which adapters are loaded.",
         ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
     )  # fmt: skip
     PROMPT_TOKENS = _counter("vllm:prompt_tokens", "Prompt tokens, computed or found in the prefix cache.", VLLM)

@@ -8,9 +8,10 @@ here and camelCase in YAML. Use `hetero_api.manifest.load_manifest` to read a fi
 
 from __future__ import annotations
 
+from pathlib import PurePosixPath
 from typing import Annotated, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from hetero_api.contract import API_VERSION, GROUP, HTTP_PORT, INFERENCE_PORT, KIND
 from hetero_api.spec_access import AuthSpec, KeysSecretRef, TlsSpec
@@ -233,6 +234,38 @@ class SpeculativeSpec(SpecModel):
     """Most tokens that are proposed to a request in a step. They count among maxNumSeqs and maxNumBatchedTokens."""
 
 
+class AdapterSpec(SpecModel):
+    """A LoRA adapter, as PEFT saves it."""
+
+    name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    """Name that requests ask for."""
+    directory: HostFolder
+    """Its directory, on every rank."""
+
+
+class AdaptersSpec(SpecModel):
+    """LoRA adapters, which are loaded and unloaded while the group serves."""
+
+    max_loaded: Annotated[int, Field(ge=0, le=64)] = 0
+    """Most adapters at a time. Every rank keeps memory for so many of maxRank. 0: none can be loaded."""
+    max_rank: Annotated[int, Field(ge=1, le=256)] = 16
+    """Largest rank of an adapter."""
+    roots: Annotated[list[HostFolder], Field(max_length=8)] = Field(default_factory=list)
+    """Folders that adapters may be loaded from; the same files must be there on every rank (pools' volumes)."""
+    load: Annotated[list[AdapterSpec], Field(max_length=64)] = Field(default_factory=list)
+    """Adapters that are loaded from the start, at most maxLoaded, in one of roots."""
+    over_http: bool = False
+    """Serve /v1/load_lora_adapter and /v1/unload_lora_adapter, too, to keys of the role admin and to the
+    administrator's token. A local group without keys asks for neither.
+    """
+
+    def root_of(self, directory: str) -> str | None:
+        """Return the folder of `roots` that a directory lies in; None: it lies in none."""
+        path = PurePosixPath(directory)
+        found = next((root for root in self.roots if path.is_relative_to(root)), None)
+        return None if ".." in path.parts else found
+
+
 class EngineSpec(SpecModel):
     """Bounds and sizes of the engine."""
 
@@ -274,6 +307,8 @@ class EngineSpec(SpecModel):
     """Model: where a request leaves out temperature, topK, topP, minP or a repetition penalty, the model's own
     generation_config.json counts, if it names one. None: temperature 1, and nothing else.
     """
+    adapters: AdaptersSpec = AdaptersSpec()
+    """LoRA adapters that requests may ask for by their names."""
     speculative: SpeculativeSpec = SpeculativeSpec()
     """Tokens that are proposed to the model, so that one step may give a request several. A request gets the tokens
     that it would get without, where its numbers do not depend on what else is computed: on CPU ranks with native

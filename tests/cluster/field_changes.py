@@ -75,6 +75,10 @@ def _tolerations(at: str, restarts: Restarts) -> dict[str, Change]:
     }  # fmt: skip
 
 
+_ADAPTERS: Final[Mapping[str, Any]] = {
+    "engine.adapters.maxLoaded": 1, "engine.adapters.roots": ["/a"],
+    "engine.adapters.load": [{"name": "x", "directory": "/a/x"}],
+}  # fmt: skip
 CHANGES: Final[Mapping[str, Change]] = {
     # --- model
     "model.uri": Change("pvc://models/one", RANKS, more=_POLICIES, shows='"claimName": "models"'),
@@ -173,6 +177,16 @@ CHANGES: Final[Mapping[str, Change]] = {
     "engine.batchInvariant": Change(True, GATEWAY),
     "engine.expertDeferral": Change(1, GATEWAY, _BOTH),
     "engine.samplingDefaults": Change("None", GATEWAY),
+    "engine.adapters.maxLoaded": Change(2, GATEWAY),
+    "engine.adapters.maxRank": Change(32, GATEWAY),
+    "engine.adapters.roots": Change(["/a"], GATEWAY),
+    "engine.adapters.load.name": Change(
+        [{"name": "y", "directory": "/a/x"}], GATEWAY, base=_ADAPTERS, at="engine.adapters.load"
+    ),
+    "engine.adapters.load.directory": Change(
+        [{"name": "x", "directory": "/a/y"}], GATEWAY, base=_ADAPTERS, at="engine.adapters.load"
+    ),
+    "engine.adapters.overHttp": Change(True, GATEWAY),
     "engine.speculative.kind": Change("Auto", GATEWAY),
     "engine.speculative.maxTokens": Change(4, GATEWAY),
     # --- gateway

@@ -82,6 +82,8 @@ class Admin(admin_pb2_grpc.AdminServicer):
 
     ResetCache = Sleep = WakeUp = Drain = Profile = PlaceExperts = UpdateWeights = _refuse
 
+    LoadAdapter = UnloadAdapter = ListAdapters = _refuse
+
 
 class Gateway:
     """Both servers, at ports of their own."""

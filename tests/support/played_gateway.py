@@ -93,6 +93,7 @@ class PlayedGateway(admin_pb2_grpc.AdminServicer):
         context.abort(grpc.StatusCode.UNIMPLEMENTED, "the operator does not ask for this")
 
     ResetCache = Sleep = WakeUp = Drain = Profile = PlaceExperts = UpdateWeights = _refuse
+    LoadAdapter = UnloadAdapter = ListAdapters = _refuse
 
     def _serve(self, port: int) -> grpc.Server:
         server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))

@@ -102,6 +102,7 @@ class RankGroup:
         enforce_eager: bool = False,
         batch_invariant: bool = False,
         expert_deferral: int = 0,
+        max_adapters: int = 0,
         quantization: str = "none",
         native: bool = True,
         make_exchanges: MakeExchanges | None = None,
@@ -136,6 +137,8 @@ class RankGroup:
                 enforce_eager=enforce_eager,
                 batch_invariant=batch_invariant,
                 expert_deferral=expert_deferral,
+                max_adapters=max_adapters,
+                max_adapter_rank=16,
                 num_gpu_ranks=num_gpu_ranks or None,
             )
             for rank in range(self.plan.world_size)
@@ -200,6 +203,7 @@ class PlanBuilder:
         *,
         shared_blocks: Sequence[int] = (),
         sampling: ranks_pb2.Sampling = GREEDY,
+        adapter: int = 0,
     ) -> None:
         """Bind a slot; `shared_blocks` are full blocks that hold its leading tokens already."""
         computed = len(shared_blocks) * self._group.block_size
@@ -212,6 +216,7 @@ class PlanBuilder:
                 block_ids=shared_blocks,
                 sampling=sampling,
                 num_prompt_tokens=len(tokens),
+                adapter=adapter,
             )
         )
 

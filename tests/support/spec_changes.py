@@ -113,6 +113,20 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
     "engine.overlapScheduling": {"engine.overlapScheduling": False},
     "engine.enforceEager": {"engine.enforceEager": False},
     "engine.batchInvariant": {"engine.batchInvariant": False},
+    "engine.adapters.maxLoaded": {"engine.adapters.maxLoaded": 2},
+    "engine.adapters.maxRank": {"engine.adapters.maxRank": 32},
+    "engine.adapters.roots": {"engine.adapters.roots": ["/a"]},
+    "engine.adapters.load.name": {
+        "engine.adapters.maxLoaded": 1,
+        "engine.adapters.roots": ["/a"],
+        "engine.adapters.load": [{"name": "x", "directory": "/a/x"}],
+    },
+    "engine.adapters.load.directory": {
+        "engine.adapters.maxLoaded": 1,
+        "engine.adapters.roots": ["/a"],
+        "engine.adapters.load": [{"name": "x", "directory": "/a/x"}],
+    },
+    "engine.adapters.overHttp": {"engine.adapters.overHttp": True},
     "engine.speculative.kind": {"engine.speculative.kind": "NGram"},
     "engine.speculative.maxTokens": {"engine.speculative.maxTokens": 4},
     "engine.expertDeferral": {"engine.expertDeferral": 2},
@@ -186,7 +200,7 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
     "idle.level": {"idle.level": 2},
     "idle.responder.enabled": {"idle.responder.enabled": True},
     "idle.responder.retryAfterSeconds": {"idle.responder.retryAfterSeconds": 60},
-}  # fmt: skip
+}
 """By field: what to set to change it. None takes a value away."""
 
 REFUSED: Final[Mapping[str, Mapping[str, Any]]] = {

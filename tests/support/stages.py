@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,13 +12,15 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
+from hetero_worker.adapters.peft_files import LoraAdapter
 from hetero_worker.attention.base import AttentionBatch, DecodeRows, PrefillSpan
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.attention.torch_paged import TorchPagedAttention
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.distributed.exchange import Exchange
-from hetero_worker.layers.linear_kernels import PlainKernel
+from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel
 from hetero_worker.models.decoder import Decoder, DecoderInput
+from hetero_worker.models.decoder_layer import adapter_targets
 from tests.support.rank_shares import Shares
 from tests.support.thread_exchange import ThreadExchange, run_ranks, thread_exchanges
 
@@ -34,12 +37,14 @@ class KnownSequence:
     blocks: list[int]
     slot: int = 0
     computed: int = 0
+    adapter: int = 0
 
 
 @dataclass(slots=True)
 class Stages:
     """All ranks' decoders of one plan, loaded, on threads of this process."""
 
+    directory: Path
     plan: ShardPlan
     decoders: list[Decoder]
     exchanges: list[ThreadExchange]
@@ -51,25 +56,40 @@ class Stages:
 
     @classmethod
     def load(
-        cls, directory: Path, shares: Shares, *, num_parts: int = 1, link_bytes: int = 1 << 20, expert_deferral: int = 0
+        cls,
+        directory: Path,
+        shares: Shares,
+        *,
+        num_parts: int = 1,
+        link_bytes: int = 1 << 20,
+        expert_deferral: int = 0,
+        new_kernel: Callable[[], LinearKernel] = PlainKernel,
     ) -> Stages:
         """Every step goes in `num_parts` micro-batches, as many as rows when there are fewer."""
         config = ModelConfig.from_directory(directory)
         plan = shares.plan_for(config)
         decoders = [
-            load_decoder(directory, config, plan, rank, num_parts, expert_deferral) for rank in range(plan.world_size)
+            load_decoder(directory, config, plan, rank, num_parts, expert_deferral, new_kernel())
+            for rank in range(plan.world_size)
         ]
         caches = [
             decoder.allocate_caches(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_slots=NUM_SLOTS)
             for decoder in decoders
         ]
-        return cls(plan, decoders, thread_exchanges(plan.world_size, link_bytes=link_bytes), caches)
+        return cls(directory, plan, decoders, thread_exchanges(plan.world_size, link_bytes=link_bytes), caches)
 
-    def start(self, tokens: list[int]) -> KnownSequence:
+    def hold_adapter(self, number: int, directory: Path, new_kernel: Callable[[], LinearKernel] = PlainKernel) -> None:
+        """Every rank takes its slices of an adapter."""
+        targets = adapter_targets(ModelConfig.from_directory(self.directory))
+        for decoder in self.decoders:
+            with LoraAdapter(directory, targets) as adapter:
+                decoder.hold_adapter(number, decoder.read_adapter(adapter), new_kernel())
+
+    def start(self, tokens: list[int], *, adapter: int = 0) -> KnownSequence:
         needed = -(-len(tokens) // BLOCK_SIZE)
         blocks = [self.free_blocks.pop() for _ in range(needed)]
         self.num_started += 1
-        return KnownSequence(tokens, blocks, slot=self.num_started % NUM_SLOTS)
+        return KnownSequence(tokens, blocks, slot=self.num_started % NUM_SLOTS, adapter=adapter)
 
     def logits(self, *computing: tuple[KnownSequence, int]) -> torch.Tensor:
         """Compute so many tokens of each, those with one first; float32 [tokens, vocabulary] of all of them."""
@@ -86,7 +106,13 @@ class Stages:
 
 
 def load_decoder(
-    directory: Path, config: ModelConfig, plan: ShardPlan, rank: int, num_parts: int, expert_deferral: int = 0
+    directory: Path,
+    config: ModelConfig,
+    plan: ShardPlan,
+    rank: int,
+    num_parts: int,
+    expert_deferral: int = 0,
+    kernel: LinearKernel | None = None,
 ) -> Decoder:
     decoder = Decoder(
         config,
@@ -99,7 +125,7 @@ def load_decoder(
         expert_deferral=expert_deferral,
     )
     with Checkpoint(directory) as checkpoint:
-        decoder.load(checkpoint, PlainKernel())
+        decoder.load(checkpoint, kernel or PlainKernel())
     return decoder
 
 
@@ -123,4 +149,5 @@ def step_of(computing: tuple[tuple[KnownSequence, int], ...]) -> DecoderInput:
         positions=torch.tensor([position for _, position in rows]),
         attention=AttentionBatch(torch.tensor(mapping), DecodeRows(lengths, tables, slots), tuple(spans)),
         logit_rows=None,
+        adapters=torch.tensor([s.adapter for s, _ in rows]) if any(s.adapter for s, _ in rows) else None,
     )

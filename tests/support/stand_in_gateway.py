@@ -69,6 +69,8 @@ class Group(admin_pb2_grpc.AdminServicer):
 
     ResetCache = Sleep = WakeUp = Drain = Profile = PlaceExperts = UpdateWeights = _refuse
 
+    LoadAdapter = UnloadAdapter = ListAdapters = _refuse
+
     def _rank(self, rank: int) -> admin_pb2.RankStatus:
         name = f"cpu-{rank}"
         layer = ranks_pb2.LayerShard(kv_heads=ranks_pb2.UnitRange(begin=rank, end=rank + 1))

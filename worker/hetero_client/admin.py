@@ -249,6 +249,19 @@ class AdminClient:
         """
         return tuple(self._call(self._stub.UpdateWeights, admin_pb2.UpdateWeightsRequest(), timeout_s).weight_bytes)
 
+    def load_adapter(self, name: str, directory: str, *, timeout_s: float = WAKE_TIMEOUT_S) -> None:
+        """Load a LoRA adapter from a directory on every rank, while requests run. Needs a READY group."""
+        self._call(self._stub.LoadAdapter, admin_pb2.LoadAdapterRequest(name=name, directory=directory), timeout_s)
+
+    def unload_adapter(self, name: str, *, timeout_s: float = ADMIN_TIMEOUT_S) -> None:
+        """Forget an adapter that no request uses."""
+        self._call(self._stub.UnloadAdapter, admin_pb2.UnloadAdapterRequest(name=name), timeout_s)
+
+    def adapters(self, *, timeout_s: float = ADMIN_TIMEOUT_S) -> dict[str, str]:
+        """Return the directories of the adapters that are loaded, by their names."""
+        answer = self._call(self._stub.ListAdapters, admin_pb2.ListAdaptersRequest(), timeout_s)
+        return {adapter.name: adapter.directory for adapter in answer.adapters}
+
     def _call(self, method: Any, request: Any, timeout_s: float | None, *, wait_for_ready: bool = False) -> Any:
         try:
             return method(request, timeout=timeout_s, metadata=self._metadata, wait_for_ready=wait_for_ready)

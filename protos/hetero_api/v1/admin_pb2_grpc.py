@@ -80,6 +80,21 @@ class AdminStub(object):
                 request_serializer=hetero__api_dot_v1_dot_admin__pb2.UpdateWeightsRequest.SerializeToString,
                 response_deserializer=hetero__api_dot_v1_dot_admin__pb2.UpdateWeightsResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/hetero.v1.Admin/LoadAdapter',
+                request_serializer=hetero__api_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=hetero__api_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/hetero.v1.Admin/UnloadAdapter',
+                request_serializer=hetero__api_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=hetero__api_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/hetero.v1.Admin/ListAdapters',
+                request_serializer=hetero__api_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=hetero__api_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -157,6 +172,29 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Loads a LoRA adapter that PEFT saved, on every rank, between two steps of running requests, which may ask for it by its
+        name then. FAILED_PRECONDITION unless the group is READY, if as many are loaded as spec.engine.adapters allows, or if a
+        rank cannot: then no rank has it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Forgets an adapter. FAILED_PRECONDITION if it is not loaded, or while a request uses it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Says which adapters are loaded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -204,6 +242,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.UpdateWeights,
                     request_deserializer=hetero__api_dot_v1_dot_admin__pb2.UpdateWeightsRequest.FromString,
                     response_serializer=hetero__api_dot_v1_dot_admin__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=hetero__api_dot_v1_dot_admin__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=hetero__api_dot_v1_dot_admin__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=hetero__api_dot_v1_dot_admin__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=hetero__api_dot_v1_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=hetero__api_dot_v1_dot_admin__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=hetero__api_dot_v1_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -450,6 +503,87 @@ class Admin(object):
             '/hetero.v1.Admin/UpdateWeights',
             hetero__api_dot_v1_dot_admin__pb2.UpdateWeightsRequest.SerializeToString,
             hetero__api_dot_v1_dot_admin__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hetero.v1.Admin/LoadAdapter',
+            hetero__api_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+            hetero__api_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hetero.v1.Admin/UnloadAdapter',
+            hetero__api_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+            hetero__api_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hetero.v1.Admin/ListAdapters',
+            hetero__api_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+            hetero__api_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

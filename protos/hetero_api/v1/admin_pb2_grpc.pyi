@@ -65,6 +65,15 @@ class AdminStub:
     new ones of the same shapes. The KV cache stays allocated, what was cached is forgotten. FAILED_PRECONDITION unless
     the group is READY and idle. Files that a rank cannot load end the epoch: the old weights are gone by then.
     """
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]
+    """Loads a LoRA adapter that PEFT saved, on every rank, between two steps of running requests, which may ask for it by its
+    name then. FAILED_PRECONDITION unless the group is READY, if as many are loaded as spec.engine.adapters allows, or if a
+    rank cannot: then no rank has it.
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]
+    """Forgets an adapter. FAILED_PRECONDITION if it is not loaded, or while a request uses it."""
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]
+    """Says which adapters are loaded."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -103,6 +112,15 @@ class AdminAsyncStub(AdminStub):
     new ones of the same shapes. The KV cache stays allocated, what was cached is forgotten. FAILED_PRECONDITION unless
     the group is READY and idle. Files that a rank cannot load end the epoch: the old weights are gone by then.
     """
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Loads a LoRA adapter that PEFT saved, on every rank, between two steps of running requests, which may ask for it by its
+    name then. FAILED_PRECONDITION unless the group is READY, if as many are loaded as spec.engine.adapters allows, or if a
+    rank cannot: then no rank has it.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Forgets an adapter. FAILED_PRECONDITION if it is not loaded, or while a request uses it."""
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    """Says which adapters are loaded."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     """Looks at and steers the group."""
@@ -192,5 +210,32 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         new ones of the same shapes. The KV cache stays allocated, what was cached is forgotten. FAILED_PRECONDITION unless
         the group is READY and idle. Files that a rank cannot load end the epoch: the old weights are gone by then.
         """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _admin_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.LoadAdapterResponse, _abc.Awaitable[_admin_pb2.LoadAdapterResponse]]:
+        """Loads a LoRA adapter that PEFT saved, on every rank, between two steps of running requests, which may ask for it by its
+        name then. FAILED_PRECONDITION unless the group is READY, if as many are loaded as spec.engine.adapters allows, or if a
+        rank cannot: then no rank has it.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _admin_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.UnloadAdapterResponse, _abc.Awaitable[_admin_pb2.UnloadAdapterResponse]]:
+        """Forgets an adapter. FAILED_PRECONDITION if it is not loaded, or while a request uses it."""
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _admin_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListAdaptersResponse, _abc.Awaitable[_admin_pb2.ListAdaptersResponse]]:
+        """Says which adapters are loaded."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from hetero_api.v1 import logprobs_pb2 as hetero__api_dot_v1_dot_logprobs__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dhetero_api/v1/inference.proto\x12\thetero.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1chetero_api/v1/logprobs.proto\"|\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x17\n\x0ftool_calls_json\x18\x03 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"k\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.hetero.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x1d\n\x15template_options_json\x18\x03 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xba\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x05\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x02H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x02H\n\x88\x01\x01\x12<\n\nlogit_bias\x18\r \x03(\x0b\x32(.hetero.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\x0e \x01(\rH\x0b\x88\x01\x01\x12\x0e\n\x01n\x18\x0f \x01(\rH\x0c\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\r\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x0e\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x12 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x13 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x14 \x01(\tH\x00\x12#\n\x06\x63hoice\x18\x15 \x01(\x0b\x32\x11.hetero.v1.ChoiceH\x00\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0c\n\nconstraintB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x04\n\x02_nB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"\xb8\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.hetero.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.hetero.v1.ChatMessagesH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.hetero.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12*\n\x0boutput_mode\x18\x07 \x01(\x0e\x32\x15.hetero.v1.OutputMode\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12%\n\x08received\x18\t \x03(\x0b\x32\x13.hetero.v1.ReceivedB\x08\n\x06prompt\"\x1d\n\x08Received\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"B\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"=\n\x0ePromptLogprobs\x12+\n\tpositions\x18\x01 \x03(\x0b\x32\x18.hetero.v1.TokenLogprobs\"v\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.hetero.v1.TokenLogprobs\x12\x11\n\treasoning\x18\x05 \x01(\t\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\x8e\x01\n\x07Timings\x12)\n\x06queued\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05total\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc6\x01\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.hetero.v1.FinishReason\x12\x13\n\tstop_text\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.hetero.v1.Usage\x12#\n\x07timings\x18\x06 \x01(\x0b\x32\x12.hetero.v1.TimingsB\x0e\n\x0cmatched_stop\"\xc1\x01\n\rGenerateEvent\x12%\n\x07started\x18\x01 \x01(\x0b\x32\x12.hetero.v1.StartedH\x00\x12!\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x10.hetero.v1.DeltaH\x00\x12\'\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x13.hetero.v1.FinishedH\x00\x12\x34\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x19.hetero.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"S\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.hetero.v1.ChatMessagesH\x00\x42\x07\n\x05input\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x15\n\x13GetModelInfoRequest\"\xd3\x01\n\x14GetModelInfoResponse\x12\x11\n\tmodel_uri\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12\x16\n\x0enum_parameters\x18\x08 \x01(\x04\x12\x0e\n\x06source\x18\t \x01(\t\"\x16\n\x14GetServerInfoRequest\"\xae\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05ready\x18\x03 \x01(\x08\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x10\n\x08uptime_s\x18\x06 \x01(\x01\x12\x18\n\x10running_requests\x18\x07 \x01(\r\x12\x18\n\x10waiting_requests\x18\x08 \x01(\r*\\\n\nOutputMode\x12\x1b\n\x17OUTPUT_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11OUTPUT_MODE_DELTA\x10\x01\x12\x1a\n\x16OUTPUT_MODE_FINAL_ONLY\x10\x02*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xc0\x03\n\tInference\x12\x42\n\x08Generate\x12\x1a.hetero.v1.GenerateRequest\x1a\x18.hetero.v1.GenerateEvent0\x01\x12:\n\x05\x41\x62ort\x12\x17.hetero.v1.AbortRequest\x1a\x18.hetero.v1.AbortResponse\x12\x43\n\x08Tokenize\x12\x1a.hetero.v1.TokenizeRequest\x1a\x1b.hetero.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.hetero.v1.DetokenizeRequest\x1a\x1d.hetero.v1.DetokenizeResponse\x12O\n\x0cGetModelInfo\x12\x1e.hetero.v1.GetModelInfoRequest\x1a\x1f.hetero.v1.GetModelInfoResponse\x12R\n\rGetServerInfo\x12\x1f.hetero.v1.GetServerInfoRequest\x1a .hetero.v1.GetServerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dhetero_api/v1/inference.proto\x12\thetero.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1chetero_api/v1/logprobs.proto\"|\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x17\n\x0ftool_calls_json\x18\x03 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"k\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.hetero.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x1d\n\x15template_options_json\x18\x03 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xba\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x05\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x02H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x02H\n\x88\x01\x01\x12<\n\nlogit_bias\x18\r \x03(\x0b\x32(.hetero.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\x0e \x01(\rH\x0b\x88\x01\x01\x12\x0e\n\x01n\x18\x0f \x01(\rH\x0c\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\r\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x0e\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x12 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x13 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x14 \x01(\tH\x00\x12#\n\x06\x63hoice\x18\x15 \x01(\x0b\x32\x11.hetero.v1.ChoiceH\x00\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0c\n\nconstraintB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x04\n\x02_nB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"\xc7\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.hetero.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.hetero.v1.ChatMessagesH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.hetero.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12*\n\x0boutput_mode\x18\x07 \x01(\x0e\x32\x15.hetero.v1.OutputMode\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12%\n\x08received\x18\t \x03(\x0b\x32\x13.hetero.v1.Received\x12\r\n\x05model\x18\n \x01(\tB\x08\n\x06prompt\"\x1d\n\x08Received\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"B\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"=\n\x0ePromptLogprobs\x12+\n\tpositions\x18\x01 \x03(\x0b\x32\x18.hetero.v1.TokenLogprobs\"v\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.hetero.v1.TokenLogprobs\x12\x11\n\treasoning\x18\x05 \x01(\t\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\x8e\x01\n\x07Timings\x12)\n\x06queued\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05total\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc6\x01\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.hetero.v1.FinishReason\x12\x13\n\tstop_text\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.hetero.v1.Usage\x12#\n\x07timings\x18\x06 \x01(\x0b\x32\x12.hetero.v1.TimingsB\x0e\n\x0cmatched_stop\"\xc1\x01\n\rGenerateEvent\x12%\n\x07started\x18\x01 \x01(\x0b\x32\x12.hetero.v1.StartedH\x00\x12!\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x10.hetero.v1.DeltaH\x00\x12\'\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x13.hetero.v1.FinishedH\x00\x12\x34\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x19.hetero.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"S\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.hetero.v1.ChatMessagesH\x00\x42\x07\n\x05input\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x15\n\x13GetModelInfoRequest\"\xd3\x01\n\x14GetModelInfoResponse\x12\x11\n\tmodel_uri\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12\x16\n\x0enum_parameters\x18\x08 \x01(\x04\x12\x0e\n\x06source\x18\t \x01(\t\"\x16\n\x14GetServerInfoRequest\"\xae\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05ready\x18\x03 \x01(\x08\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x10\n\x08uptime_s\x18\x06 \x01(\x01\x12\x18\n\x10running_requests\x18\x07 \x01(\r\x12\x18\n\x10waiting_requests\x18\x08 \x01(\r*\\\n\nOutputMode\x12\x1b\n\x17OUTPUT_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11OUTPUT_MODE_DELTA\x10\x01\x12\x1a\n\x16OUTPUT_MODE_FINAL_ONLY\x10\x02*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xc0\x03\n\tInference\x12\x42\n\x08Generate\x12\x1a.hetero.v1.GenerateRequest\x1a\x18.hetero.v1.GenerateEvent0\x01\x12:\n\x05\x41\x62ort\x12\x17.hetero.v1.AbortRequest\x1a\x18.hetero.v1.AbortResponse\x12\x43\n\x08Tokenize\x12\x1a.hetero.v1.TokenizeRequest\x1a\x1b.hetero.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.hetero.v1.DetokenizeRequest\x1a\x1d.hetero.v1.DetokenizeResponse\x12O\n\x0cGetModelInfo\x12\x1e.hetero.v1.GetModelInfoRequest\x1a\x1f.hetero.v1.GetModelInfoResponse\x12R\n\rGetServerInfo\x12\x1f.hetero.v1.GetServerInfoRequest\x1a .hetero.v1.GetServerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,10 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_OUTPUTMODE']._serialized_start=3147
-  _globals['_OUTPUTMODE']._serialized_end=3239
-  _globals['_FINISHREASON']._serialized_start=3241
-  _globals['_FINISHREASON']._serialized_end=3361
+  _globals['_OUTPUTMODE']._serialized_start=3162
+  _globals['_OUTPUTMODE']._serialized_end=3254
+  _globals['_FINISHREASON']._serialized_start=3256
+  _globals['_FINISHREASON']._serialized_end=3376
   _globals['_CHATMESSAGE']._serialized_start=106
   _globals['_CHATMESSAGE']._serialized_end=230
   _globals['_CHATMESSAGES']._serialized_start=232
@@ -52,43 +52,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHOICE']._serialized_start=1195
   _globals['_CHOICE']._serialized_end=1218
   _globals['_GENERATEREQUEST']._serialized_start=1221
-  _globals['_GENERATEREQUEST']._serialized_end=1533
-  _globals['_RECEIVED']._serialized_start=1535
-  _globals['_RECEIVED']._serialized_end=1564
-  _globals['_STARTED']._serialized_start=1566
-  _globals['_STARTED']._serialized_end=1632
-  _globals['_PROMPTLOGPROBS']._serialized_start=1634
-  _globals['_PROMPTLOGPROBS']._serialized_end=1695
-  _globals['_DELTA']._serialized_start=1697
-  _globals['_DELTA']._serialized_end=1815
-  _globals['_USAGE']._serialized_start=1817
-  _globals['_USAGE']._serialized_end=1897
-  _globals['_TIMINGS']._serialized_start=1900
-  _globals['_TIMINGS']._serialized_end=2042
-  _globals['_FINISHED']._serialized_start=2045
-  _globals['_FINISHED']._serialized_end=2243
-  _globals['_GENERATEEVENT']._serialized_start=2246
-  _globals['_GENERATEEVENT']._serialized_end=2439
-  _globals['_ABORTREQUEST']._serialized_start=2441
-  _globals['_ABORTREQUEST']._serialized_end=2475
-  _globals['_ABORTRESPONSE']._serialized_start=2477
-  _globals['_ABORTRESPONSE']._serialized_end=2507
-  _globals['_TOKENIZEREQUEST']._serialized_start=2509
-  _globals['_TOKENIZEREQUEST']._serialized_end=2592
-  _globals['_TOKENIZERESPONSE']._serialized_start=2594
-  _globals['_TOKENIZERESPONSE']._serialized_end=2631
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2633
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2671
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2673
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2707
-  _globals['_GETMODELINFOREQUEST']._serialized_start=2709
-  _globals['_GETMODELINFOREQUEST']._serialized_end=2730
-  _globals['_GETMODELINFORESPONSE']._serialized_start=2733
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2944
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=2946
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=2968
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=2971
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=3145
-  _globals['_INFERENCE']._serialized_start=3364
-  _globals['_INFERENCE']._serialized_end=3812
+  _globals['_GENERATEREQUEST']._serialized_end=1548
+  _globals['_RECEIVED']._serialized_start=1550
+  _globals['_RECEIVED']._serialized_end=1579
+  _globals['_STARTED']._serialized_start=1581
+  _globals['_STARTED']._serialized_end=1647
+  _globals['_PROMPTLOGPROBS']._serialized_start=1649
+  _globals['_PROMPTLOGPROBS']._serialized_end=1710
+  _globals['_DELTA']._serialized_start=1712
+  _globals['_DELTA']._serialized_end=1830
+  _globals['_USAGE']._serialized_start=1832
+  _globals['_USAGE']._serialized_end=1912
+  _globals['_TIMINGS']._serialized_start=1915
+  _globals['_TIMINGS']._serialized_end=2057
+  _globals['_FINISHED']._serialized_start=2060
+  _globals['_FINISHED']._serialized_end=2258
+  _globals['_GENERATEEVENT']._serialized_start=2261
+  _globals['_GENERATEEVENT']._serialized_end=2454
+  _globals['_ABORTREQUEST']._serialized_start=2456
+  _globals['_ABORTREQUEST']._serialized_end=2490
+  _globals['_ABORTRESPONSE']._serialized_start=2492
+  _globals['_ABORTRESPONSE']._serialized_end=2522
+  _globals['_TOKENIZEREQUEST']._serialized_start=2524
+  _globals['_TOKENIZEREQUEST']._serialized_end=2607
+  _globals['_TOKENIZERESPONSE']._serialized_start=2609
+  _globals['_TOKENIZERESPONSE']._serialized_end=2646
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2648
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2686
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2688
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2722
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2724
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2745
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2748
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2959
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=2961
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=2983
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=2986
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=3160
+  _globals['_INFERENCE']._serialized_start=3379
+  _globals['_INFERENCE']._serialized_end=3827
 # @@protoc_insertion_point(module_scope)

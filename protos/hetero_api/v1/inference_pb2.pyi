@@ -409,6 +409,7 @@ class GenerateRequest(_message.Message):
     OUTPUT_MODE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     RECEIVED_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client to name the request; assigned by the server when empty. At most 128
     characters of printable ASCII. One that is already in flight is refused with ALREADY_EXISTS.
@@ -423,6 +424,8 @@ class GenerateRequest(_message.Message):
     """Mode of the stream's reports."""
     priority: _builtins.int
     """Requests of a lower number go first; within a number, in order of arrival. Default 0. Bounds: [-100, 100]."""
+    model: _builtins.str
+    """Name of an adapter that is loaded (Admin.LoadAdapter). Empty, or a name of the model: the model itself."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are."""
@@ -454,10 +457,11 @@ class GenerateRequest(_message.Message):
         output_mode: Global___OutputMode.ValueType = ...,
         priority: _builtins.int = ...,
         received: _abc.Iterable[Global___Received] | None = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "output_mode", b"output_mode", "priority", b"priority", "prompt", b"prompt", "received", b"received", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "output_mode", b"output_mode", "priority", b"priority", "prompt", b"prompt", "received", b"received", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

@@ -1064,6 +1064,8 @@ class LoadModel(_message.Message):
     QUANTIZATION_FIELD_NUMBER: _builtins.int
     KV_CACHE_DTYPE_FIELD_NUMBER: _builtins.int
     EXPERT_DEFERRAL_FIELD_NUMBER: _builtins.int
+    MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
+    MAX_ADAPTER_RANK_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """Arithmetic type, "float32" or "bfloat16"."""
     max_model_len: _builtins.int
@@ -1084,6 +1086,10 @@ class LoadModel(_message.Message):
     """Type of cached keys and values, "float32", "bfloat16" or "float16"; empty: `dtype`."""
     expert_deferral: _builtins.int
     """Number of a token's chosen experts whose sum ranks without KV heads return with the next layer's (expertDeferral)."""
+    max_adapters: _builtins.int
+    """Adapters that may be loaded at once: memory is kept for them. 0: none can be loaded."""
+    max_adapter_rank: _builtins.int
+    """Largest rank of an adapter; at least 1 where max_adapters is."""
     @_builtins.property
     def shard_plan(self) -> Global___ShardPlan:
         """Who owns what."""
@@ -1106,10 +1112,12 @@ class LoadModel(_message.Message):
         quantization: Global___Quantization | None = ...,
         kv_cache_dtype: _builtins.str = ...,
         expert_deferral: _builtins.int = ...,
+        max_adapters: _builtins.int = ...,
+        max_adapter_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "cache_size_is_given", b"cache_size_is_given", "device_memory_utilization", b"device_memory_utilization", "dtype", b"dtype", "enforce_eager", b"enforce_eager", "expert_deferral", b"expert_deferral", "kv_cache_dtype", b"kv_cache_dtype", "max_model_len", b"max_model_len", "plan_key", b"plan_key", "quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "cache_size_is_given", b"cache_size_is_given", "device_memory_utilization", b"device_memory_utilization", "dtype", b"dtype", "enforce_eager", b"enforce_eager", "expert_deferral", b"expert_deferral", "kv_cache_dtype", b"kv_cache_dtype", "max_adapter_rank", b"max_adapter_rank", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "plan_key", b"plan_key", "quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1354,12 +1362,15 @@ class NewSequence(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """The slot, in [0, max_num_seqs)."""
     num_computed_tokens: _builtins.int
     """Leading tokens whose KV is in the blocks already."""
     num_prompt_tokens: _builtins.int
     """How many of token_ids are the prompt's; the rest is output."""
+    adapter: _builtins.int
+    """Number of the adapter that its rows go through, which is loaded (LoadAdapter); 0: none."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All tokens known so far: the prompt and, after a preemption, what was generated."""
@@ -1381,10 +1392,11 @@ class NewSequence(_message.Message):
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling: Global___Sampling | None = ...,
         num_prompt_tokens: _builtins.int = ...,
+        adapter: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_ids", b"block_ids", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1656,7 +1668,7 @@ Global___TokenMasks: _TypeAlias = TokenMasks  # noqa: Y015
 @_typing.final
 class GroupCommand(_message.Message):
     """Something that the whole group does between two steps, or leaves as it was: if one rank cannot, none does. All slots
-    must be free, but for profiles and experts, which are counted and placed between the steps of running requests too.
+    must be free, but for profiles, experts and adapters, which may come between the steps of running requests too.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1669,6 +1681,8 @@ class GroupCommand(_message.Message):
     COUNT_EXPERTS_FIELD_NUMBER: _builtins.int
     PLACE_EXPERTS_FIELD_NUMBER: _builtins.int
     UPDATE_WEIGHTS_FIELD_NUMBER: _builtins.int
+    LOAD_ADAPTER_FIELD_NUMBER: _builtins.int
+    UNLOAD_ADAPTER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reset_cache(self) -> Global___AllocateCache:
         """Replace the KV cache."""
@@ -1701,6 +1715,14 @@ class GroupCommand(_message.Message):
     def update_weights(self) -> Global___UpdateWeights:
         """Read the model's files again, in place of the weights that are held. The KV cache stays allocated."""
 
+    @_builtins.property
+    def load_adapter(self) -> Global___LoadAdapter:
+        """Take an adapter."""
+
+    @_builtins.property
+    def unload_adapter(self) -> Global___UnloadAdapter:
+        """Forget an adapter."""
+
     def __init__(
         self,
         *,
@@ -1712,16 +1734,70 @@ class GroupCommand(_message.Message):
         count_experts: Global___CountExperts | None = ...,
         place_experts: Global___PlaceExperts | None = ...,
         update_weights: Global___UpdateWeights | None = ...,
+        load_adapter: Global___LoadAdapter | None = ...,
+        unload_adapter: Global___UnloadAdapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "count_experts", b"count_experts", "place_experts", b"place_experts", "reset_cache", b"reset_cache", "sleep", b"sleep", "start_profile", b"start_profile", "stop_profile", b"stop_profile", "update_weights", b"update_weights", "wake", b"wake"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "count_experts", b"count_experts", "load_adapter", b"load_adapter", "place_experts", b"place_experts", "reset_cache", b"reset_cache", "sleep", b"sleep", "start_profile", b"start_profile", "stop_profile", b"stop_profile", "unload_adapter", b"unload_adapter", "update_weights", b"update_weights", "wake", b"wake"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "count_experts", b"count_experts", "place_experts", b"place_experts", "reset_cache", b"reset_cache", "sleep", b"sleep", "start_profile", b"start_profile", "stop_profile", b"stop_profile", "update_weights", b"update_weights", "wake", b"wake"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "count_experts", b"count_experts", "load_adapter", b"load_adapter", "place_experts", b"place_experts", "reset_cache", b"reset_cache", "sleep", b"sleep", "start_profile", b"start_profile", "stop_profile", b"stop_profile", "unload_adapter", b"unload_adapter", "update_weights", b"update_weights", "wake", b"wake"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["reset_cache", "sleep", "wake", "start_profile", "stop_profile", "count_experts", "place_experts", "update_weights"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["reset_cache", "sleep", "wake", "start_profile", "stop_profile", "count_experts", "place_experts", "update_weights", "load_adapter", "unload_adapter"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
 Global___GroupCommand: _TypeAlias = GroupCommand  # noqa: Y015
+
+@_typing.final
+class LoadAdapter(_message.Message):
+    """Read a LoRA adapter that PEFT saved, and serve it under a number, in place of one that no slot has. All ranks must read the same files."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    ROOT_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """The number, from 1 on."""
+    directory: _builtins.str
+    """Directory of the adapter, an absolute path on every rank ..."""
+    root: _builtins.str
+    """... which must lie in this one, links followed."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        directory: _builtins.str = ...,
+        root: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "number", b"number", "root", b"root"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapter: _TypeAlias = LoadAdapter  # noqa: Y015
+
+@_typing.final
+class UnloadAdapter(_message.Message):
+    """Forget an adapter, which no slot has."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Its number."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapter: _TypeAlias = UnloadAdapter  # noqa: Y015
 
 @_typing.final
 class UpdateWeights(_message.Message):

@@ -61,6 +61,19 @@ class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
         self._take(request, context)
         return admin_pb2.UpdateWeightsResponse(weight_bytes=[2_500_000_000, 500_000_000])
 
+    def LoadAdapter(self, request: Any, context: Any) -> admin_pb2.LoadAdapterResponse:  # noqa: N802
+        self._take(request, context)
+        return admin_pb2.LoadAdapterResponse()
+
+    def UnloadAdapter(self, request: Any, context: Any) -> admin_pb2.UnloadAdapterResponse:  # noqa: N802
+        self._take(request, context)
+        return admin_pb2.UnloadAdapterResponse()
+
+    def ListAdapters(self, request: Any, context: Any) -> admin_pb2.ListAdaptersResponse:  # noqa: N802
+        self._take(request, context)
+        loaded = admin_pb2.LoadedAdapter(name="sql", directory="/adapters/sql", requests=3)
+        return admin_pb2.ListAdaptersResponse(adapters=[loaded])
+
     def Drain(self, request: Any, context: Any) -> admin_pb2.DrainResponse:  # noqa: N802
         self._take(request, context)
         return admin_pb2.DrainResponse()
@@ -167,6 +180,17 @@ def test_place_experts_says_what_moved_and_what_for(bench: Bench) -> None:
         "no expert moved: over 10 counted tokens the gain would be too small\n"
     )
     assert bench.admin.asked == [admin_pb2.PlaceExpertsRequest()] * 2
+
+
+def test_adapters_are_loaded_listed_and_unloaded(bench: Bench) -> None:
+    assert bench.run("load-adapter", "sql", "/adapters/sql").stdout == "adapter sql loaded from /adapters/sql\n"
+    assert bench.run("adapters").stdout == "sql /adapters/sql\n"
+    assert bench.run("unload-adapter", "sql").stdout == "adapter sql unloaded\n"
+    assert bench.admin.asked == [
+        admin_pb2.LoadAdapterRequest(name="sql", directory="/adapters/sql"),
+        admin_pb2.ListAdaptersRequest(),
+        admin_pb2.UnloadAdapterRequest(name="sql"),
+    ]
 
 
 def test_update_weights_says_what_each_rank_holds(bench: Bench) -> None:

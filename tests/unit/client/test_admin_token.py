@@ -34,6 +34,8 @@ class GuardedAdmin(admin_pb2_grpc.AdminServicer):
 
     ResetCache = Sleep = WakeUp = Drain = Profile = PlaceExperts = UpdateWeights = _refuse
 
+    LoadAdapter = UnloadAdapter = ListAdapters = _refuse
+
 
 @pytest.fixture
 def address() -> Iterator[str]:

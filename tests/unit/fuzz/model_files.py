@@ -24,6 +24,7 @@ from hetero_api.gguf_model import gguf_files, gguf_header
 from hetero_api.model_config import ModelConfig
 from hetero_gateway.engine.errors import InvalidRequest
 from hetero_gateway.engine.text.tokenizer import TextTokenizer
+from hetero_worker.adapters.peft_files import CONFIG_FILE, LoraAdapter
 from hetero_worker.checkpoints.gguf_store import open_gguf
 from hetero_worker.checkpoints.safetensors_store import SafetensorsStore
 from hetero_worker.checkpoints.sampled_digests import sampled_digests
@@ -156,6 +157,16 @@ def _read_safetensors(data: bytes) -> None:
             store.slice(name)
 
 
+def _read_adapter_config(data: bytes) -> None:
+    folder = directory("adapter")
+    (folder / CONFIG_FILE).write_bytes(data)
+    LoraAdapter(folder, {})
+
+
+def _adapter_configs() -> Iterator[bytes]:
+    yield json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 16, "use_dora": False, "rank_pattern": {}}).encode()
+
+
 def _safetensors() -> Iterator[bytes]:
     tensors = {"a": torch.arange(12, dtype=torch.float32).view(3, 4), "model.norm.weight": torch.ones(8).bfloat16()}
     yield save(tensors)
@@ -213,6 +224,7 @@ def _tokenizers() -> Iterator[bytes]:
 
 TARGETS: Final = (
     Target("configs", _read_config, (ModelError,), _configs, changed_json),
+    Target("adapter-configs", _read_adapter_config, (ModelError,), _adapter_configs, changed_json),
     Target("gguf", _read_gguf, (ModelError,), _ggufs),
     Target("safetensors", _read_safetensors, (ModelError,), _safetensors, _changed_safetensors),
     Target("tokenizers", _read_tokenizer, (ModelError, InvalidRequest), _tokenizers, changed_json),

@@ -104,10 +104,17 @@ class WarmRanks(FakeRanks):
         """Blocks, null block included, and positions a block; None while it is asleep."""
         self.has_weights = True
         self.is_recording = False
+        self.adapters: dict[int, str] = {}
+        """Directories of adapters, by their numbers."""
+        self.used_adapters: list[int] = []
+        """Adapters of the sequences that were bound."""
+        self.problem_of_adapters = ""
 
     def execute(self, plan: ranks_pb2.StepPlan, *, masks: Sequence[bytes] = ()) -> ranks_pb2.StepResult:
         assert self.cache is not None
         assert self.has_weights
+        self.used_adapters += [sequence.adapter for sequence in plan.new_sequences]
+        assert all(number in self.adapters for number in self.used_adapters[-len(plan.new_sequences) :] if number)
         return super().execute(plan, masks=masks)
 
     def obey(self, step_id: int, command: ranks_pb2.GroupCommand) -> ranks_pb2.CommandReport:
@@ -115,7 +122,7 @@ class WarmRanks(FakeRanks):
         self._step_id += 1
         action = command.WhichOneof("action") or ""
         assert step_id == self._step_id
-        assert not self.bound_slots or action.endswith(("profile", "experts"))
+        assert not self.bound_slots or action.endswith(("profile", "experts", "adapter"))
         report = ranks_pb2.CommandReport(done=True)
         match action:
             case "reset_cache":
@@ -127,6 +134,13 @@ class WarmRanks(FakeRanks):
                 self.has_weights = self.has_weights or command.wake.weights
                 if command.wake.HasField("cache"):
                     self._allocate(command.wake.cache)
+            case "load_adapter":
+                report.problem = self.problem_of_adapters
+                report.done = not report.problem
+                if report.done:
+                    self.adapters[command.load_adapter.number] = command.load_adapter.directory
+            case "unload_adapter":
+                del self.adapters[command.unload_adapter.number]
             case "start_profile":
                 self.is_recording = True
             case "stop_profile":

@@ -268,6 +268,53 @@ def update_weights(
     _print({"weight_bytes": weight_bytes}, text, as_json=as_json)
 
 
+def load_adapter(
+    name: Annotated[str, typer.Argument(help="Name that requests ask for.")],
+    directory: Annotated[str, typer.Argument(help="The adapter's directory on every rank.")],
+    admin_address: options.AdminAddressOption = None,
+    group: options.GroupOption = None,
+) -> None:
+    """Load a LoRA adapter that PEFT saved, while requests run.
+
+    \b
+    hetero load-adapter sql /adapters/sql
+    """
+    with options.admin_client(admin_address, group) as admin:
+        admin.load_adapter(name, directory)
+    print_data(f"adapter {name} loaded from {directory}")
+
+
+def unload_adapter(
+    name: Annotated[str, typer.Argument(help="The adapter's name.")],
+    admin_address: options.AdminAddressOption = None,
+    group: options.GroupOption = None,
+) -> None:
+    """Forget a LoRA adapter that no request uses.
+
+    \b
+    hetero unload-adapter sql
+    """
+    with options.admin_client(admin_address, group) as admin:
+        admin.unload_adapter(name)
+    print_data(f"adapter {name} unloaded")
+
+
+def adapters(
+    admin_address: options.AdminAddressOption = None,
+    group: options.GroupOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """List the LoRA adapters that are loaded.
+
+    \b
+    hetero adapters
+    """
+    with options.admin_client(admin_address, group) as admin:
+        loaded = admin.adapters()
+    text = "\n".join(f"{name} {directory}" for name, directory in loaded.items()) or "no adapters are loaded"
+    _print(loaded, text, as_json=as_json)
+
+
 def _print(data: Any, text: str, *, as_json: bool) -> None:
     """Print a result: the data as JSON, or the text."""
     if as_json:

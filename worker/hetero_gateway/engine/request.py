@@ -93,6 +93,8 @@ class GenerationRequest:
     n: int = 1
     priority: int = 0
     received: tuple[tuple[int, ...], ...] = ()
+    adapter: int = 0
+    """Number of the adapter that answers; 0: the model itself. The cache salt has its own, too."""
     shown_token_ids: frozenset[int] = frozenset()
     """Special tokens that are part of the text, as they are written."""
 

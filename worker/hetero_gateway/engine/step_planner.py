@@ -196,6 +196,7 @@ class StepDraft:
             block_ids=prefix,
             sampling=completion.request.asked.sampling,
             num_prompt_tokens=completion.num_prompt_tokens,
+            adapter=completion.request.asked.adapter,
         )
         # The request's sampling with what is the completion's own.
         sampling = sequence.sampling

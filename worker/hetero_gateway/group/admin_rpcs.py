@@ -25,6 +25,7 @@ from hetero_api.group_state import GroupState
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.errors import GroupLost
+from hetero_gateway.group.adapters.registry import Adapter
 from hetero_gateway.group.cache_size import asked_cache
 from hetero_gateway.group.epoch import Epoch
 from hetero_gateway.group.errors import CommandFailed, InvalidCommand, WrongState
@@ -154,6 +155,25 @@ class AdminRpcs:
         epoch = self._require("UpdateWeights", GroupState.READY, idle=True)
         return await self._run("UpdateWeights", self._update_weights(epoch))
 
+    async def load_adapter(self, request: admin_pb2.LoadAdapterRequest) -> admin_pb2.LoadAdapterResponse:
+        """Load an adapter on all ranks while requests run. Needs READY."""
+        epoch = self._require("LoadAdapter", GroupState.READY)
+        adapter = self._group.adapters.new(request.name, request.directory)
+        return await self._run("LoadAdapter", self._load_adapter(epoch, adapter))
+
+    async def unload_adapter(self, request: admin_pb2.UnloadAdapterRequest) -> admin_pb2.UnloadAdapterResponse:
+        """Forget an adapter that no request uses. A group without a live epoch only loads it no more."""
+        if self._group.current is None:
+            self._group.adapters.remove(request.name)
+            return admin_pb2.UnloadAdapterResponse()
+        epoch = self._require("UnloadAdapter", GroupState.READY)
+        adapter = self._group.adapters.remove(request.name)
+        return await self._run("UnloadAdapter", self._unload_adapter(epoch, adapter))
+
+    def list_adapters(self) -> admin_pb2.ListAdaptersResponse:
+        """Return the adapters that are loaded."""
+        return self._group.adapters.list()
+
     # --- commands ---------------------------------------------------------------------------------------
 
     async def _reset_cache(self, epoch: Epoch, cache: ranks_pb2.AllocateCache) -> admin_pb2.ResetCacheResponse:
@@ -180,6 +200,31 @@ class AdminRpcs:
             num_blocks=cache.num_blocks, block_size=cache.block_size, num_snapshots=cache.num_snapshots
         )
 
+    async def _load_adapter(self, epoch: Epoch, adapter: Adapter) -> admin_pb2.LoadAdapterResponse:
+        async with self._core.hold():
+            await self._command(epoch, adapter.command())
+        self._group.adapters.add(adapter)
+        return admin_pb2.LoadAdapterResponse()
+
+    async def _unload_adapter(self, epoch: Epoch, adapter: Adapter) -> admin_pb2.UnloadAdapterResponse:
+        unload = ranks_pb2.UnloadAdapter(number=adapter.number)
+        try:
+            async with self._core.hold():
+                await self._command(epoch, ranks_pb2.GroupCommand(unload_adapter=unload))
+        except CommandFailed:
+            self._group.adapters.add(adapter)
+            raise
+        return admin_pb2.UnloadAdapterResponse()
+
+    async def _load_adapters_again(self, epoch: Epoch) -> None:
+        """Load all adapters on ranks that have read their weights again, inside a hold."""
+        for adapter in self._group.adapters:
+            try:
+                await self._command(epoch, adapter.command())
+            except CommandFailed as error:
+                epoch.end(f"adapter {adapter.name!r} cannot be loaded again: {error}")
+                raise GroupLost(f"adapter {adapter.name!r} cannot be loaded again: {error}") from error
+
     async def _update_weights(self, epoch: Epoch) -> admin_pb2.UpdateWeightsResponse:
         async with self._core.hold():
             self._require_idle("UpdateWeights")
@@ -187,6 +232,7 @@ class AdminRpcs:
             reports = await self._command(epoch, command)
             # KV of the old weights must not be found by a prefix any more.
             self._use_cache(epoch.cache)
+            await self._load_adapters_again(epoch)
             epoch.note_bytes(reports)
         return admin_pb2.UpdateWeightsResponse(weight_bytes=[report.weight_bytes for report in reports])
 
@@ -235,6 +281,7 @@ class AdminRpcs:
             epoch.asleep -= tags
             epoch.note_bytes(reports)
             if not epoch.asleep:
+                await self._load_adapters_again(epoch)
                 if self._core.is_resting:
                     self._group.idle.rests, self._group.idle.wake_s = False, self._clock() - began_s
                     self._core.rouse()

@@ -21,6 +21,7 @@ from hetero_api.group_state import GroupState
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.errors import GroupLost
+from hetero_gateway.group.adapters.registry import AdapterRegistry
 from hetero_gateway.group.cache_size import first_cache
 from hetero_gateway.group.errors import CacheSizeError, CommandFailed, EpochEnded, RankMisbehaved
 from hetero_gateway.group.executor import GroupExecutor
@@ -49,6 +50,7 @@ class Epoch:
         *,
         settings: GroupSettings,
         placement: GroupPlacement,
+        adapters: AdapterRegistry,
         core: EngineCore,
         on_phase: Callable[[GroupState], None],
         on_silent: Callable[[Member, str], None],
@@ -72,6 +74,7 @@ class Epoch:
         """Last heartbeat of each rank."""
         self._settings = settings
         self._placement = placement
+        self._adapters = adapters
         self._core = core
         self._on_phase = on_phase
         self._rendezvous_timeout_s = settings.spec.recovery.rendezvous_timeout_seconds
@@ -124,6 +127,7 @@ class Epoch:
             await self._load(placement, deadline_s)
             await self._allocate(deadline_s)
             await self._warm_up()
+            await self._load_adapters()
             self._open()
             raise await self.over
         finally:
@@ -259,6 +263,17 @@ class Epoch:
         if self._settings.config.experts is not None:
             # Which experts the tokens of the warm-up chose means nothing: the count starts over.
             await self._executor.command(ranks_pb2.GroupCommand(count_experts=ranks_pb2.CountExperts()))
+
+    async def _load_adapters(self) -> None:
+        """Load what was loaded in the last epoch. Raises EpochEnded: requests that go on may need any of them."""
+        for adapter in self._adapters:
+            try:
+                await self.command(adapter.command())
+            except CommandFailed as error:
+                raise EpochEnded(f"adapter {adapter.name!r} cannot be loaded again: {error}") from error
+            except GroupLost as error:
+                self.end(f"adapter {adapter.name!r}: {error}")
+                raise await self.over from error
 
     def _graph_sizes(self) -> set[int]:
         """Return the graph sizes to warm up: all that ranks make, but no large ones where host ranks take part."""

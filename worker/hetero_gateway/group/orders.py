@@ -60,6 +60,8 @@ def load_order(settings: GroupSettings, plan: ShardPlan) -> ranks_pb2.LoadModel:
         quantization=settings.quantization,
         kv_cache_dtype=settings.spec.kv_cache_dtype_in_force,
         expert_deferral=settings.spec.engine.expert_deferral,
+        max_adapters=settings.spec.engine.adapters.max_loaded,
+        max_adapter_rank=settings.spec.engine.adapters.max_rank,
     )
 
 

@@ -28,8 +28,10 @@ from contextlib import suppress
 from typing import Final
 
 from hetero_api.group_state import GroupState
+from hetero_api.manifest import names_of_weights
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.core import EngineCore
+from hetero_gateway.group.adapters.registry import AdapterRegistry
 from hetero_gateway.group.epoch import Epoch
 from hetero_gateway.group.errors import EpochEnded, RankMisbehaved, RankRefused
 from hetero_gateway.group.placement import GroupPlacement, report_placement
@@ -65,6 +67,10 @@ class Group:
         self.dropped_messages = 0
         """Messages of ended epochs that were dropped so far."""
         self._settings = settings
+        self.adapters = AdapterRegistry(
+            settings.spec.engine.adapters, taken=(settings.name, *names_of_weights(settings.spec.model.uri))
+        )
+        """Adapters that are loaded, and loaded again in every epoch."""
         self.placement = GroupPlacement(settings)
         """Who owns what."""
         self._core = core
@@ -174,6 +180,7 @@ class Group:
             self._roster.engage(),
             settings=self._settings,
             placement=self.placement,
+            adapters=self.adapters,
             core=self._core,
             on_phase=self.enter,
             on_silent=self._replace,

@@ -31,6 +31,9 @@ def serve_admin(
     async def get_stats(_: admin_pb2.GetStatsRequest) -> Message:
         return stats()
 
+    async def list_adapters(_: admin_pb2.ListAdaptersRequest) -> Message:
+        return rpcs.list_adapters()
+
     calls: dict[str, Callable[[Any], Awaitable[Message]]] = {
         "GetTopology": get_topology,
         "GetStats": get_stats,
@@ -41,6 +44,9 @@ def serve_admin(
         "Profile": rpcs.profile,
         "PlaceExperts": lambda _: rpcs.place_experts(),
         "UpdateWeights": lambda _: rpcs.update_weights(),
+        "LoadAdapter": rpcs.load_adapter,
+        "UnloadAdapter": rpcs.unload_adapter,
+        "ListAdapters": list_adapters,
     }
     handlers = {method.name: _handler(method, calls[method.name]) for method in _SERVICE.methods}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers),))

@@ -43,7 +43,7 @@ from hetero_gateway.server.health import WHOLE_SERVER, GatewayProbes, HealthServ
 from hetero_gateway.server.inference import UNCOUNTED, InferenceServicer, serve_inference
 from hetero_gateway.server.metrics import EngineCollector, EngineReading, GatewayMetrics
 from hetero_gateway.server.openai.access import GuardedApplication
-from hetero_gateway.server.openai.endpoint import METRICS_PATH, OpenAiEndpoint, with_cors
+from hetero_gateway.server.openai.endpoint import ADAPTER_PATHS, METRICS_PATH, OpenAiEndpoint, with_cors
 from hetero_gateway.server.openai.http_server import HttpListener
 from hetero_gateway.server.ranks import serve_ranks
 from hetero_gateway.server.reading import RequestReader
@@ -121,9 +121,9 @@ class Gateway:
         # The admin port's health is the process's; the inference port's is the replica's.
         self._health = HealthServicer([WHOLE_SERVER, *GATEWAY_SERVICES])
         self._admin_health = HealthServicer([WHOLE_SERVER, _ADMIN_SERVICE, *GATEWAY_SERVICES])
-        reader, in_flight, metrics = RequestReader(model), self._in_flight, self.metrics
+        reader, in_flight, metrics = RequestReader(model, self.group.adapters), self._in_flight, self.metrics
         call_tracer = None if tracer is None else CallTracer(tracer, model=self._name)
-        intake = Intake(self.core, self._meters, tracer=call_tracer)
+        intake = Intake(self.core, self._meters, tracer=call_tracer, adapters=self.group.adapters)
         self._router: grpc.aio.Server | None = None
         self._router_parts = RouterParts(
             core=self.core, intake=intake, reader=reader, model=model, metrics=metrics, in_flight=in_flight
@@ -143,11 +143,19 @@ class Gateway:
         serve_inference(self._inference, servicer)
         _add_health_and_reflection(self._inference, self._health, _INFERENCE_SERVICE)
         self._endpoint = OpenAiEndpoint(
-            self.core, intake=intake, model=model, reader=reader, metrics=metrics, in_flight=in_flight
+            self.core,
+            intake=intake,
+            model=model,
+            reader=reader,
+            metrics=metrics,
+            in_flight=in_flight,
+            adapters=self.group.adapters,
+            rpcs=self._rpcs,
         )
         self._cors_origins = model.resource.spec.gateway.http.cors_origins
         self._http: HttpListener | None = None
-        self._admin = self._admin_server(Guard(Role.ADMIN, keys, admin_token, whose="the administrator's"))
+        self._admin_calls = Guard(Role.ADMIN, keys, admin_token, whose="the administrator's")
+        self._admin = self._admin_server(self._admin_calls)
         ranks_guard = GuardInterceptor(Guard(token=token, whose="this group's"))
         self._ranks = new_server(max_message_bytes=MAX_RANKS_MESSAGE_BYTES, interceptors=[ranks_guard])
         serve_ranks(self._ranks, self.group)
@@ -159,7 +167,7 @@ class Gateway:
             EngineCollector(self._read_engine, reader, model=self._name, cache_dtype=self._cache_dtype)
         )
         # A browser's own questions show no key, so they come before the guard.
-        guards = {METRICS_PATH: self._scrapes}
+        guards = {METRICS_PATH: self._scrapes} | dict.fromkeys(ADAPTER_PATHS, self._admin_calls)
         guarded = GuardedApplication(self._endpoint.application(), self._door, self._meters, guards=guards)
         application = with_cors(guarded, self._cors_origins)
         host, tls = ports.host, self._files.tls

@@ -15,12 +15,15 @@ from typing import Any, Final, TypeVar
 
 from google.protobuf.message import Message
 
+from hetero_api.manifest import names_of_weights
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.errors import QueueFull
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.text.asked_answer import AskedAnswer
 from hetero_gateway.engine.text.constraints import ConstraintCompiler
+from hetero_gateway.group.adapters.registry import Adapter, AdapterRegistry
 from hetero_gateway.server.config import ServedModel
+from hetero_gateway.server.errors import InvalidArguments, Violation
 from hetero_gateway.server.sampling_params import num_completions, read_constraint, resolved_sampling, with_defaults
 from hetero_gateway.server.validation import check_detokenize, check_generate, check_tokenize, parse
 
@@ -41,8 +44,11 @@ T = TypeVar("T")
 class RequestReader:
     """Reader of one model's requests. Used by one asyncio loop."""
 
-    def __init__(self, model: ServedModel) -> None:
-        config = model.engine_config
+    def __init__(self, model: ServedModel, adapters: AdapterRegistry | None = None) -> None:
+        """`adapters` None: there are none."""
+        config, settings = model.engine_config, model.group_settings
+        self._names = frozenset({"", settings.name, *names_of_weights(model.info.model_uri)})
+        self._adapters = adapters or AdapterRegistry(settings.spec.engine.adapters, taken=self._names)
         self._tokenizer = model.tokenizer
         self._vocab_size = config.vocab_size
         self._max_model_len = config.max_model_len
@@ -77,6 +83,7 @@ class RequestReader:
 
         Raises InvalidArguments or InvalidRequest for a bad field, and QueueFull when too many bytes wait to be read.
         """
+        adapter = self._adapter_of(request.model)
         prompt = await self.run(lambda: self._checked(request), cost=_cost(request, request.chat))
         params = with_defaults(request.sampling, self._sampling_defaults)
         number, named = num_completions(params), read_constraint(params)
@@ -96,13 +103,24 @@ class RequestReader:
             stop_token_ids=frozenset(params.stop_token_ids),
             ignore_eos=params.ignore_eos,
             constraint=None if constraint is None else await self._constraints.compile(constraint),
-            cache_salt=request.cache_salt,
+            cache_salt=request.cache_salt if adapter is None else f"{adapter.salt}{request.cache_salt}",
+            adapter=0 if adapter is None else adapter.number,
             deadline_s=deadline_s,
             n=number,
             priority=request.priority,
             received=_received(request, number),
             shown_token_ids=frozenset() if answer is None else answer.shown_token_ids,
         )
+
+    def _adapter_of(self, name: str) -> Adapter | None:
+        """Return the adapter of this name; None for the model's own. Raises InvalidArguments."""
+        if name in self._names:
+            return None
+        adapter = self._adapters.find(name)
+        if adapter is None:
+            loaded = ", ".join(repr(each.name) for each in self._adapters) or "none"
+            raise InvalidArguments([Violation("model", f"{name!r:.80} is not served here; adapters loaded: {loaded}")])
+        return adapter
 
     def prompt_end(self, prompt: Sequence[int]) -> str:
         """Return the text of a prompt's last tokens, special ones as they are written."""

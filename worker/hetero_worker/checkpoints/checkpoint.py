@@ -94,9 +94,9 @@ class Checkpoint:
         Quantised weights are widened. Raises ModelError.
         """
         if self._opened.format_of(part.name) is None:
-            into.copy_(_in_order(self._opened.floats(part), part.order))
+            into.copy_(rows_in_order(self._opened.floats(part), part.order))
         else:
-            _rows_in_order(self._opened.quantized(part), part.order).dequantized(into)
+            _matrix_in_order(self._opened.quantized(part), part.order).dequantized(into)
         self._opened.release_pages()
 
     def in_place(self, part: TensorSlice) -> torch.Tensor | None:
@@ -164,10 +164,10 @@ class Checkpoint:
         if wanted is None:
             matrix = self._opened.quantized(part)
             self._opened.release_pages()
-            return _rows_in_order(matrix, part.order)
+            return _matrix_in_order(matrix, part.order)
         try:
             as_stored = replace(part, order=None)
-            return _rows_in_order(quantize_slice(self._floats, as_stored, wanted), part.order)
+            return _matrix_in_order(quantize_slice(self._floats, as_stored, wanted), part.order)
         except ModelError as error:
             raise ModelError(f"{self._directory}: tensor {part.name}: {error}") from error
 
@@ -221,17 +221,17 @@ def _open_store(directory: Path) -> WeightStore:
     return SafetensorsStore(directory)
 
 
-def _in_order(rows: torch.Tensor, order: RowOrder | None) -> torch.Tensor:
+def rows_in_order(rows: torch.Tensor, order: RowOrder | None) -> torch.Tensor:
     """Return rows of whole heads in an order; None: as they are."""
     if order is None or order.is_identity:
         return rows
     return rows.reshape(-1, order.head_dim, *rows.shape[1:])[:, list(order.rows)].flatten(0, 1)
 
 
-def _rows_in_order(matrix: QuantizedMatrix, order: RowOrder | None) -> QuantizedMatrix:
+def _matrix_in_order(matrix: QuantizedMatrix, order: RowOrder | None) -> QuantizedMatrix:
     if order is None or order.is_identity:
         return matrix
-    minima = None if matrix.minima is None else _in_order(matrix.minima, order)
+    minima = None if matrix.minima is None else rows_in_order(matrix.minima, order)
     return replace(
-        matrix, values=_in_order(matrix.values, order), scales=_in_order(matrix.scales, order), minima=minima
+        matrix, values=rows_in_order(matrix.values, order), scales=rows_in_order(matrix.scales, order), minima=minima
     )

@@ -182,7 +182,7 @@ class SafetensorsStore(WeightStore):
             path = self.directory / file
             real = model_file(path)
             try:
-                _check_header_length(real)
+                check_header_length(real)
                 with safe_open(real, framework="pt"):  # checks the header
                     mapped = MappedFile(real)
                 self._files[file] = _OpenFile(mapped, _header_of(mapped))
@@ -218,7 +218,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return {str(tensor): str(file) for tensor, file in weight_map.items()}
 
 
-def _check_header_length(path: Path) -> None:
+def check_header_length(path: Path) -> None:
     """Raise ValueError if the header is too long to be parsed, OSError if it cannot be read."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")

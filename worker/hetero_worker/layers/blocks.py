@@ -62,13 +62,13 @@ class Attention(ABC):
 
     @property
     @abstractmethod
-    def _linears(self) -> tuple[ShardedLinear, ...]:
+    def linears(self) -> tuple[ShardedLinear, ...]:
         """Linear layers, in the order in which a step needs them."""
 
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
         """(out, in) of each linear layer."""
-        return tuple(linear.shape for linear in self._linears)
+        return tuple(linear.shape for linear in self.linears)
 
     @property
     def cached_shape(self) -> tuple[int, int]:
@@ -83,12 +83,12 @@ class Attention(ABC):
     def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
         """Return the most bytes that the loaded weights take; `kernel` None: in the arithmetic type."""
         norms = sum(norm.weight_bytes(dtype) for norm in self._norms)
-        return norms + sum(linear.weight_bytes(dtype, kernel) for linear in self._linears)
+        return norms + sum(linear.weight_bytes(dtype, kernel) for linear in self.linears)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors of the loaded weights, except those that a kernel has packed."""
-        return tuple(tensor for part in (*self._norms, *self._linears) for tensor in part.tensors)
+        return tuple(tensor for part in (*self._norms, *self.linears) for tensor in part.tensors)
 
     def load(
         self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
@@ -96,7 +96,7 @@ class Attention(ABC):
         """Read this rank's slices. Raises ModelError."""
         for norm in self._norms:
             norm.load(checkpoint, dtype=dtype, device=device)
-        for linear in self._linears:
+        for linear in self.linears:
             linear.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
 
     def allocate_cache(
@@ -168,7 +168,8 @@ class SelfAttention(Attention):
         return (self._norm,) if self._head_norms is None else (self._norm, self._head_norms)
 
     @property
-    def _linears(self) -> tuple[ShardedLinear, ...]:
+    def linears(self) -> tuple[ShardedLinear, ...]:
+        """See `Attention.linears`."""
         return (self._qkv, self._output) if self._gate is None else (self._qkv, self._gate, self._output)
 
     def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
@@ -248,6 +249,11 @@ class GatedMlp:
         self._gate_up = gate_up_linear(config, prefix, width, columns)
         self._down = down_linear(config, prefix, width, columns, bias=adds_bias)
         self._factor = _SharedGate.of_layer(config, layer, ops)
+
+    @property
+    def linears(self) -> tuple[ShardedLinear, ...]:
+        """Linear layers, in the order in which a step needs them."""
+        return self._gate_up, self._down
 
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:

@@ -61,7 +61,8 @@ class LatentAttention(Attention):
         self._output = output_linear(config, prefix, heads, bias=adds_bias)
 
     @property
-    def _linears(self) -> tuple[ShardedLinear, ...]:
+    def linears(self) -> tuple[ShardedLinear, ...]:
+        """See `Attention.linears`."""
         linears = (self._compressed_query, self._query, self._cached, self._output)
         return tuple(linear for linear in linears if linear is not None)
 

@@ -23,6 +23,7 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.model_parts import DeltaShape, ExpertsConfig, LatentShape, RowOrder
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import COLUMN_UNIT, FLOAT_WEIGHTS, StoredWeights, WeightFormat
+from hetero_worker.adapters.low_rank import AdapterRows, LowRank
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import Stack, StackEntry, TensorSlice
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedMlp, PackedWeight, kept_format, matrix_bytes
@@ -47,6 +48,12 @@ class ShardedLinear:
         self._packed: PackedWeight = _NotLoaded()
         self._bias: torch.Tensor | None = None
         self._tensors: tuple[torch.Tensor, ...] = ()
+        self._low_rank: LowRank | None = None
+
+    @property
+    def slices(self) -> tuple[TensorSlice, ...]:
+        """Slices of the checkpoint that the weight is made of, along its output rows."""
+        return self._weights
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -123,9 +130,23 @@ class ShardedLinear:
         self._packed = packed
         self._tensors = ()
 
+    def take_adapters(self, kernel: LinearKernel, rows: AdapterRows, *, device: torch.device) -> LowRank:
+        """Return the adapters' products, which the layer adds to its outputs from now on; the first call makes them."""
+        if self._low_rank is None:
+            self._low_rank = kernel.low_rank([part.shape[0] for part in self._weights], rows, device=device)
+        return self._low_rank
+
+    def drop_adapter(self, number: int) -> None:
+        """Forget an adapter, if the layer holds it."""
+        if self._low_rank is not None:
+            self._low_rank.drop(number)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [rows, out] of x [rows, in]."""
-        return self._packed(x, self._bias)
+        y = self._packed(x, self._bias)
+        if self._low_rank is not None:
+            self._low_rank.add(x, y)
+        return y
 
 
 def _runs(

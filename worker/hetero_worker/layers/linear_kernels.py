@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from hetero_api.model_config import ModelConfig
 from hetero_api.model_parts import Activation, ExpertsConfig
 from hetero_api.weight_format import COLUMN_UNIT, WeightFormat
+from hetero_worker.adapters.low_rank import AdapterRows, LowRank, PackedLowRank
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 
 FLOAT_TYPES: Final[Mapping[str, torch.dtype]] = {
@@ -157,6 +158,10 @@ class LinearKernel(ABC):
         choose held experts. `loaded`: all that are to be held first.
         """
         return None
+
+    def low_rank(self, heights: Sequence[int], rows: AdapterRows, *, device: torch.device) -> LowRank:
+        """Return the adapters' products, none held yet, of a layer whose parts have so many output rows."""
+        return PackedLowRank(heights, rows, pack=self.pack, device=device)
 
     def takes(self, weights: WeightFormat) -> bool:  # noqa: ARG002 - for overrides
         """Return whether the kernel multiplies with quantised weights of this format."""

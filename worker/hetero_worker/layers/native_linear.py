@@ -18,6 +18,8 @@ import torch
 
 from hetero_api.model_parts import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, ExpertsConfig
 from hetero_api.weight_format import WeightFormat
+from hetero_worker.adapters.low_rank import AdapterRows, LowRank
+from hetero_worker.adapters.native_low_rank import NativeLowRank
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.layers.linear_kernels import (
     LateSum,
@@ -116,6 +118,10 @@ class NativeLinear(LinearKernel):
         packed = self.blank_quantized(matrix.shape, matrix.format)
         packed.write(matrix.values, matrix.scales, matrix.minima)
         return packed
+
+    def low_rank(self, heights: Sequence[int], rows: AdapterRows, *, device: torch.device) -> LowRank:  # noqa: ARG002
+        """See `LinearKernel.low_rank`."""
+        return NativeLowRank(self._op_queue, heights, rows)
 
     @property
     def layout(self) -> str:

@@ -27,6 +27,8 @@ class MemoryBudget:
     """One snapshot of a sequence's states."""
     graph_bytes: int = 0
     """Reserve for graphs of steps, which are recorded after the cache is allocated."""
+    adapter_bytes: int = 0
+    """Reserve for adapters, which come while the rank serves."""
     available_bytes: int | None = None
     """Free memory of the device after the load; None: unknown, or not loaded yet."""
     remedy: str = "give the rank more memory (memoryPerRank)"
@@ -54,6 +56,7 @@ class MemoryBudget:
                 f"no memory is left for the KV cache: {self}; {self.remedy}, give it a smaller share, or lower "
                 f"maxNumBatchedTokens or maxModelLen{', or maxNumSeqs' if self.state_bytes else ''}"
                 f"{', or set enforceEager' if self.graph_bytes else ''}"
+                f"{', or lower adapters.maxLoaded or adapters.maxRank' if self.adapter_bytes else ''}"
             )
         return cost.cache_of(left - self.snapshot_budget_bytes)
 
@@ -63,6 +66,8 @@ class MemoryBudget:
             kept += f" - {mib(self.state_bytes)} states of sequences"
         if self.graph_bytes:
             kept += f" - {mib(self.graph_bytes)} graphs"
+        if self.adapter_bytes:
+            kept += f" - {mib(self.adapter_bytes)} adapters"
         text = (
             f"{mib(self.memory_bytes)} given - {mib(self.runtime_bytes)} runtime - {mib(self.weight_bytes)} weights "
             f"- {kept} = {mib(self._left_of_given)}"
@@ -74,7 +79,7 @@ class MemoryBudget:
     @property
     def _kept(self) -> int:
         """Memory that must stay free after the load."""
-        return self.workspace_bytes + self.state_bytes + self.graph_bytes
+        return self.workspace_bytes + self.state_bytes + self.graph_bytes + self.adapter_bytes
 
     @property
     def _left_of_given(self) -> int:

@@ -22,6 +22,8 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan, Stage
+from hetero_worker.adapters.low_rank import AdapterRows
+from hetero_worker.adapters.peft_files import LoraAdapter, LowRankFactors
 from hetero_worker.attention.base import AttentionBackend, AttentionBatch
 from hetero_worker.attention.kv_cache import LayerCache, Zeros
 from hetero_worker.checkpoints.checkpoint import Checkpoint
@@ -29,6 +31,7 @@ from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.distributed.routes import helper_links, input_ranks
 from hetero_worker.layers.embedding import OutputHead, ShardedEmbedding
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
+from hetero_worker.layers.linear import ShardedLinear
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import ExpertMlp
 from hetero_worker.layers.norm import ResidualStream, RmsNorm
@@ -53,6 +56,8 @@ class DecoderInput:
     attention: AttentionBatch
     logit_rows: torch.Tensor | None
     """int64 [draws]: rows whose logits are computed; None: all, in order."""
+    adapters: torch.Tensor | None = None
+    """int64 [tokens] on the host: number of each row's adapter, 0: none; None: no row has one."""
 
 
 class Decoder:
@@ -102,6 +107,9 @@ class Decoder:
         self._rotary = RotaryTables(
             config.ropes, head_dims=config.rotary_widths, max_length=max_length, dtype=dtype, device=device
         )
+        self._adapter_rows = AdapterRows()
+        self.adapters: set[int] = set()
+        """Numbers of the adapters that are held."""
         self._embedding: ShardedEmbedding | None = None
         self._layer_embedding: ShardedEmbedding | None = None
         self._layer_inputs: LayerInputs | None = None
@@ -145,6 +153,34 @@ class Decoder:
         return {i: layer.mlp for i, layer in enumerate(self._layers) if isinstance(layer.mlp, ExpertMlp)}
 
     @property
+    def adaptable(self) -> list[ShardedLinear]:
+        """Linear layers of this rank that take adapters."""
+        return [linear for layer in self._layers for linear in layer.adaptable]
+
+    def read_adapter(self, adapter: LoraAdapter) -> list[list[LowRankFactors | None]]:
+        """Read this rank's factors of an open adapter, for `hold_adapter`. Raises ModelError."""
+        return [[adapter.factors(part) for part in linear.slices] for linear in self.adaptable]
+
+    def hold_adapter(
+        self, number: int, factors: Sequence[Sequence[LowRankFactors | None]], kernel: LinearKernel
+    ) -> None:
+        """Serve an adapter under a number in [1, MAX_ADAPTERS] from now on, in place of another that had it."""
+        for linear, parts in zip(self.adaptable, factors, strict=True):
+            linear.take_adapters(kernel, self._adapter_rows, device=self.device).hold(number, parts, self._dtype)
+        self.adapters.add(number)
+
+    def adapter_bytes(self, rank: int) -> int:
+        """Return the bytes of an adapter of this rank that changes all that takes adapters."""
+        shapes = (part.shape for linear in self.adaptable for part in linear.slices)
+        return sum(rank * (out + width) for out, width in shapes) * self._dtype.itemsize
+
+    def drop_adapter(self, number: int) -> None:
+        """Forget an adapter, which no row has any more."""
+        for linear in self.adaptable:
+            linear.drop_adapter(number)
+        self.adapters.discard(number)
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of this rank's loaded weights, except weights that a kernel has packed in its own layout."""
         inputs = self._layer_embedding, self._layer_inputs
@@ -180,7 +216,7 @@ class Decoder:
         batches = micro_batches(step.attention, number)
         hidden = self._look_up(self._embedding, step.token_ids, self._config.hidden_size, exchange)
         inputs = self._inputs(step.token_ids, hidden, exchange)
-        compute = partial(self._compute, positions=step.positions, inputs=inputs, caches=caches, exchange=exchange)
+        compute = partial(self._compute, step=step, inputs=inputs, caches=caches, exchange=exchange)
         self._pipeline.run(hidden, batches, compute, exchange=exchange)
         if step.logit_rows is not None:
             hidden = self.ops.pick(hidden, step.logit_rows)
@@ -262,16 +298,17 @@ class Decoder:
         stage: Stage,
         hidden: torch.Tensor,
         *,
-        positions: torch.Tensor,
+        step: DecoderInput,
         inputs: torch.Tensor | None,
         caches: Sequence[LayerCache | None],
         exchange: Exchange,
     ) -> None:
         """Run the stage's layers over a micro-batch's `hidden` [rows, hidden] in place, or help with them."""
+        self._adapter_rows.begin(None if step.adapters is None else step.adapters[batch.begin : batch.end])
         if self._rank not in stage.holders:
             self._help(stage, hidden, exchange)
             return
-        rotations = self._rotary.at(positions[batch.begin : batch.end])
+        rotations = self._rotary.at(step.positions[batch.begin : batch.end])
         attention = self._backend.begin(batch.attention)
         lending = self._lending(stage, exchange)
         peers = exchange.among(stage.holders)

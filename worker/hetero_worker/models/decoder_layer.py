@@ -8,6 +8,7 @@ import torch
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan, UnitRange
+from hetero_worker.adapters.peft_files import Targets
 from hetero_worker.attention.base import StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.checkpoints.checkpoint import Checkpoint
@@ -16,6 +17,7 @@ from hetero_worker.distributed.exchange import SumExchange
 from hetero_worker.layers.blocks import Attention, GatedMlp, SelfAttention, layer_norm, mlp_norm
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.latent_attention import LatentAttention
+from hetero_worker.layers.linear import ShardedLinear
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.moe import ExpertMlp
 from hetero_worker.layers.norm import ResidualStream, RmsNorm
@@ -76,6 +78,7 @@ class DecoderLayer:
         self._input: LayerInput | None = None
         if shard.kv_heads.size and config.layer_input_size:
             self._input = LayerInput(config, layer, ops)
+        self._is_dense = layer not in config.expert_layers
         self._mlp_sum_width = config.mlp_sum_width
         self._scalar_source = TensorSlice(f"model.layers.{layer}.layer_scalar", (1,)) if config.layer_scalars else None
         self._scalar = 1.0
@@ -88,6 +91,13 @@ class DecoderLayer:
     @property
     def _weighted(self) -> tuple[Attention | GatedMlp | ExpertMlp | LayerInput, ...]:
         return self.parts if self._input is None else (*self.parts, self._input)
+
+    @property
+    def adaptable(self) -> tuple[ShardedLinear, ...]:
+        """Linear layers that take adapters: of usual attention and of a dense MLP."""
+        attention = self.attention.linears if isinstance(self.attention, SelfAttention) else ()
+        mlp = self.mlp.linears if isinstance(self.mlp, GatedMlp) and self._is_dense else ()
+        return (*attention, *mlp)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -202,6 +212,23 @@ def self_attention(
         return DeltaAttention(config, layer, heads, ops=ops)
     kind = SelfAttention if config.latent is None else LatentAttention
     return kind(config, layer, heads, adds_bias=adds_bias, ops=ops)
+
+
+def adapter_targets(config: ModelConfig) -> Targets:
+    """Return the modules that take adapters, with the shapes of their weights: the same on every rank.
+
+    They are the projections of usual attention and of dense MLPs. Experts, routers, latent attention, the gated delta
+    rule, the vocabulary and norms take none.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for layer in range(config.num_layers):
+        attention = self_attention(config, layer, UnitRange(0, config.num_kv_heads), adds_bias=False)
+        linears = list(attention.linears) if isinstance(attention, SelfAttention) else []
+        if layer not in config.expert_layers:
+            linears += GatedMlp(config, layer, UnitRange(0, config.mlp_columns(layer)), adds_bias=False).linears
+        for part in (part for linear in linears for part in linear.slices):
+            found[part.name.removesuffix(".weight")] = part.full_shape[0], part.full_shape[1]
+    return found
 
 
 def _contributors(holders: Sequence[int], mlp_owners: Collection[int]) -> tuple[int, ...]:

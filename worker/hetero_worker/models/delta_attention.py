@@ -51,7 +51,8 @@ class DeltaAttention(Attention):
         return (self._norm,)
 
     @property
-    def _linears(self) -> tuple[ShardedLinear, ...]:
+    def linears(self) -> tuple[ShardedLinear, ...]:
+        """See `Attention.linears`."""
         return self._inputs, self._gates, self._output
 
     def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:

@@ -21,7 +21,7 @@ from hetero_api.model_parts import Activation
 from hetero_worker.native.build import COMPUTE_HEADER, COMPUTE_LIBRARY, compute_sources
 from hetero_worker.native.loading import Loaded, declare, open_checked
 
-_ADDRESSED: Final = ("void", "float", "int32_t", "int64_t", "uint64_t", "hc_op", "hc_weight", "hc_expert")
+_ADDRESSED: Final = ("void", "float", "int32_t", "int64_t", "uint64_t", "hc_op", "hc_weight", "hc_expert", "hc_factors")
 ffi: Final = declare(COMPUTE_HEADER, addressed=_ADDRESSED)
 _KINDS: Final[Mapping[str, int]] = ffi.typeof("enum hc_kind").relements
 _FORMATS: Final[Mapping[str, int]] = ffi.typeof("enum hc_format").relements
@@ -78,6 +78,7 @@ choose_op: Final = _op_maker("choose")
 step_on_op: Final = _op_maker("step_on")
 route_op: Final = _op_maker("route")
 experts_op: Final = _op_maker("experts")
+low_rank_op: Final = _op_maker("low_rank")
 _new_call: Final = _op_maker("call")
 _FUNCTION: Final = ffi.typeof("int (*)(uintptr_t, uintptr_t, uintptr_t)")
 

@@ -180,6 +180,8 @@ def load_request(
         cache_size_is_given=order.cache_size_is_given,
         enforce_eager=order.enforce_eager,
         batch_invariant=order.batch_invariant,
+        max_adapters=order.max_adapters,
+        max_adapter_rank=order.max_adapter_rank,
         expert_deferral=order.expert_deferral,
         num_gpu_ranks=num_gpu_ranks(form),
         open_weights=identity.open_weights,

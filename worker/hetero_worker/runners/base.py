@@ -69,6 +69,10 @@ class LoadRequest:
     """True if a sequence's numbers must not depend on the rest of its batch, to the last bit."""
     expert_deferral: int = 0
     """Number of a token's chosen experts whose sum ranks without KV heads return a layer late."""
+    max_adapters: int = 0
+    """Number of adapters that may be held at once, which memory is kept for."""
+    max_adapter_rank: int = 0
+    """Largest rank of an adapter."""
     async_steps: bool = True
     """True if a step may begin before the one before is finished, where a rank can do that."""
     files: Mapping[str, bytes] = field(default_factory=dict)

@@ -27,6 +27,7 @@ from typing import Final
 from hetero_api.errors import HeteroError, ModelError
 from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.adapters.peft_files import LoraAdapter, adapter_directory
 from hetero_worker.checkpoints.sampled_digests import sampled_digests
 from hetero_worker.distributed.exchange import Exchange, all_can, all_votes
 from hetero_worker.errors import (
@@ -42,6 +43,7 @@ from hetero_worker.memory.budget import mib
 from hetero_worker.memory.memory_pool import MemoryPool
 from hetero_worker.memory.weight_offload import OffloadedWeights
 from hetero_worker.models.decoder import Decoder
+from hetero_worker.models.decoder_layer import adapter_targets
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.experts import ReadingAhead, read_ahead, read_experts, take_counts
 from hetero_worker.runners.model_state import ModelState, ServingCache, SleepingWeights, check_order, make_cache
@@ -167,6 +169,10 @@ class GroupCommands:
                 return self._prepare_reading(plan) if command.place_experts.ahead else self._prepare_experts(plan)
             case "update_weights":
                 return self._prepare_update()
+            case "load_adapter":
+                return self._prepare_adapter(command.load_adapter)
+            case "unload_adapter":
+                return self._prepare_unloading(command.unload_adapter.number)
             case action:
                 raise CommandRefused(f"this rank does not know the command {action}")
 
@@ -210,6 +216,39 @@ class GroupCommands:
         self._model_state.drop_cache()
         self._model_state.cache = cache
         self._model_state.cache_sleeps = False
+
+    def _prepare_adapter(self, order: ranks_pb2.LoadAdapter) -> _Prepared:
+        if parts := self._model_state.asleep_parts:
+            raise CommandRefused(f"adapters cannot be loaded while the rank is asleep ({', '.join(parts)})")
+        shard, request, _ = self._model_state.loaded("load_adapter")
+        if not 0 < order.number <= request.max_adapters:
+            raise CommandRefused(f"adapter {order.number}: {request.max_adapters} may be loaded")
+        self._check_unused(order.number)
+        directory = adapter_directory(order.directory, order.root)
+        with LoraAdapter(directory, adapter_targets(request.config), max_rank=request.max_adapter_rank) as adapter:
+            factors, files = shard.decoder.read_adapter(adapter), adapter.digests()
+
+        def commit() -> _Outcome:
+            shard.decoder.hold_adapter(order.number, factors, shard.kernel)
+            return _Outcome()
+
+        return _Prepared(commit, files=files)
+
+    def _prepare_unloading(self, number: int) -> _Prepared:
+        shard, _, _ = self._model_state.loaded("unload_adapter")
+        self._check_unused(number)
+
+        def commit() -> _Outcome:
+            shard.decoder.drop_adapter(number)
+            return _Outcome()
+
+        return _Prepared(commit)
+
+    def _check_unused(self, adapter: int) -> None:
+        """Raise CommandRefused if a slot uses the adapter of this number."""
+        cache = self._model_state.cache
+        if cache is not None and adapter in cache.slots.adapters:
+            raise CommandRefused(f"adapter {adapter} cannot be replaced or unloaded: a slot uses it")
 
     def _prepare_update(self) -> _Prepared:
         if parts := self._model_state.asleep_parts:

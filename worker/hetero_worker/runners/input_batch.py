@@ -115,8 +115,10 @@ class InputBuffers:
         self._tables = np.zeros((seqs, bounds.max_blocks), dtype=np.int32)
         self._row_numbers = np.arange(seqs, dtype=np.int64)
         self._all_positions = np.arange(bounds.max_model_len, dtype=np.int64)
+        self._adapter_tensor = torch.zeros(tokens, dtype=torch.int64)
+        self._adapters: Int64Array = self._adapter_tensor.numpy()
         self._views: dict[int, _DecodeViews] = {}
-        self._decode_inputs: dict[int, DecoderInput] = {}
+        self._decode_inputs: dict[tuple[int, bool], DecoderInput] = {}
 
     def fill(self, plan: ranks_pb2.StepPlan, slots: SlotTable) -> InputBatch:
         """Return the step's batch; the plan was checked and applied to the slots, and it computes something."""
@@ -130,7 +132,8 @@ class InputBuffers:
         if plan.spans:
             return self._fill_mixed(plan, slots, count)
         self._map_slots(count, slots)
-        return InputBatch(self._decode_input(count), self._draw_slots.fill(_decoding_slots(plan)), ())
+        decoder_input = self._decode_input(count, has_adapters=self._take_adapters(plan, slots, count))
+        return InputBatch(decoder_input, self._draw_slots.fill(_decoding_slots(plan)), ())
 
     def fill_multi_step(self, plan: ranks_pb2.StepPlan, slots: SlotTable, *, steps: int) -> InputBatch:
         """Return the batch of the first of so many steps of a plan that only decodes.
@@ -140,7 +143,8 @@ class InputBuffers:
         count = len(plan.decode_slots)
         self._fill_decode(plan, slots, self._views_of(count), steps=steps)
         self._map_slots(count, slots)
-        return InputBatch(self._decode_input(count), self._decode_slots.fill(plan.decode_slots), ())
+        decoder_input = self._decode_input(count, has_adapters=self._take_adapters(plan, slots, count))
+        return InputBatch(decoder_input, self._decode_slots.fill(plan.decode_slots), ())
 
     def advance_decoding(self, count: int, slots: SlotTable) -> None:
         """Take the decode rows of the last batch, its first `count` rows, to be in the cache."""
@@ -262,7 +266,8 @@ class InputBuffers:
                 num_logits += num_pooled
         self._map_slots(row, slots)
         decode = self._views_of(count).rows
-        decoder_input = self._decoder_input(row, num_logits, decode, tuple(spans))
+        has_adapters = self._take_adapters(plan, slots, count)
+        decoder_input = self._decoder_input(row, num_logits, decode, tuple(spans), has_adapters=has_adapters)
         draw_slots = self._draw_slots.fill(_decoding_slots(plan), *drawing)
         return InputBatch(decoder_input, draw_slots, tuple(prompts), tuple(pooled))
 
@@ -280,21 +285,33 @@ class InputBuffers:
         saves = tuple(SavedStates(save.num_tokens, behind + save.snapshot) for save in span.snapshots)
         return PrefillSpan(begin, end, first, slots.block_tables[slot, :num_blocks], slot, states_from, saves)
 
-    def _decode_input(self, count: int) -> DecoderInput:
-        made = self._decode_inputs.get(count)
+    def _take_adapters(self, plan: ranks_pb2.StepPlan, slots: SlotTable, count: int) -> bool:
+        """Fill in the adapters of the step's rows, `count` of which decode; return whether there are any."""
+        if not slots.num_adapted:
+            return False
+        row = count
+        slots.adapters.take(self._views_of(count).slots, out=self._adapters[:count], mode="clip")
+        for span in plan.spans:
+            self._adapters[row : row + span.num_tokens] = slots.adapters[span.slot]
+            row += span.num_tokens
+        return bool(self._adapters[:row].any())
+
+    def _decode_input(self, count: int, *, has_adapters: bool = False) -> DecoderInput:
+        made = self._decode_inputs.get((count, has_adapters))
         if made is None:
-            made = self._decoder_input(count, count, self._views_of(count).rows, ())
-            self._decode_inputs[count] = made
+            made = self._decoder_input(count, count, self._views_of(count).rows, (), has_adapters=has_adapters)
+            self._decode_inputs[count, has_adapters] = made
         return made
 
     def _decoder_input(
-        self, total: int, num_logits: int, decode: DecodeRows, spans: tuple[PrefillSpan, ...]
+        self, total: int, num_logits: int, decode: DecodeRows, spans: tuple[PrefillSpan, ...], *, has_adapters: bool
     ) -> DecoderInput:
         return DecoderInput(
             token_ids=self._token_tensor[:total],
             positions=self._position_tensor[:total],
             attention=AttentionBatch(self._mapping_tensor[:total], decode, spans),
             logit_rows=self._logit_row_tensor[:num_logits],
+            adapters=self._adapter_tensor[:total] if has_adapters else None,
         )
 
     def _views_of(self, count: int) -> _DecodeViews:

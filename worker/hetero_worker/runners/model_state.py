@@ -85,8 +85,11 @@ class ModelState:
         return 0 if cache is None else cache.forward.graph_bytes
 
     def begin_epoch(self) -> None:
-        """Wake up and drop the cache; weights that are in memory stay."""
+        """Wake up, drop the cache and adapters; weights that are in memory stay."""
         self.drop_cache()
+        if self.shard is not None:
+            for number in list(self.shard.decoder.adapters):
+                self.shard.decoder.drop_adapter(number)
         self.sleeping = self._request = self._report = None
         self.cache_sleeps = False
 
@@ -151,6 +154,15 @@ class ModelState:
             raise ProtocolError(
                 f"step plan {plan.step_id} came while the rank is asleep ({', '.join(parts)}); wake the group first"
             )
+
+    def check_adapters(self, plan: ranks_pb2.StepPlan) -> None:
+        """Raise ProtocolError when the plan binds a slot to an adapter that is not loaded."""
+        for sequence in plan.new_sequences:
+            if sequence.adapter and (self.shard is None or sequence.adapter not in self.shard.decoder.adapters):
+                raise ProtocolError(
+                    f"step plan {plan.step_id}: slot {sequence.slot} wants adapter {sequence.adapter}, which is not "
+                    "loaded"
+                )
 
     @property
     def asleep_parts(self) -> list[str]:

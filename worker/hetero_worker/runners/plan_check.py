@@ -29,7 +29,9 @@ _SAMPLES: Final = 2
 _MASKED: Final = 3
 
 
-_BETWEEN_STEPS: Final = frozenset({"start_profile", "stop_profile", "count_experts", "place_experts"})
+_BETWEEN_STEPS: Final = frozenset(
+    {"start_profile", "stop_profile", "count_experts", "place_experts", "load_adapter", "unload_adapter"}
+)
 """Commands that leave slots and cache as they are."""
 
 

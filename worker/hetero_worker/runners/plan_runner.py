@@ -263,6 +263,7 @@ class PlanRunner:
             state.check_awake(plan)
         if state.cache is not None:
             state.cache.check.run(plan, state.cache.slots.counts)
+        state.check_adapters(plan)
         return self._exchange
 
     def _check_order(self, plan: ranks_pb2.StepPlan) -> None:

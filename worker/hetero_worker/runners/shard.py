@@ -55,6 +55,10 @@ class LoadedShard:
         is_long_enough = request.max_model_len <= self.request.max_model_len
         return is_long_enough and _identity(self.request) == _identity(request)
 
+    def _budget(self, request: LoadRequest, graph_bytes: int) -> MemoryBudget:
+        budget = budget_of(request, self.weight_bytes, self.gather_bytes, self.memory_pool, graph_bytes=graph_bytes)
+        return replace(budget, adapter_bytes=adapter_bytes(request, self.decoder))
+
     def report(
         self, request: LoadRequest, *, load_s: float, workspace: int | None = None, graph_sizes: tuple[int, ...] = ()
     ) -> ranks_pb2.Loaded:
@@ -63,7 +67,7 @@ class LoadedShard:
         Raises MemoryBudgetError when the request's memory leaves nothing for the cache.
         """
         graphs = graph_memory(request, graph_sizes)
-        budget = budget_of(request, self.weight_bytes, self.gather_bytes, self.memory_pool, graph_bytes=graphs.total)
+        budget = self._budget(request, graphs.total)
         if workspace is not None:
             beside = self.gather_bytes + memory_of(request).arriving_expert(request.shard_plan.ranks[request.rank])
             budget = replace(budget, workspace_bytes=workspace + beside)
@@ -98,7 +102,8 @@ def load_shard(request: LoadRequest, backend: DeviceBackend, *, kernel: LinearKe
     weight_bytes = decoder.weight_bytes(kernel)
     gather_bytes = decoder.attention.gather_bytes if kv_cost(request).cache_bytes else 0
     graphs = graph_memory(request, backend.steps.graph_sizes(request))
-    _kv_budget_bytes(request, budget_of(request, weight_bytes, gather_bytes, pool, graph_bytes=graphs.total))
+    budget = budget_of(request, weight_bytes, gather_bytes, pool, graph_bytes=graphs.total)
+    _kv_budget_bytes(request, replace(budget, adapter_bytes=adapter_bytes(request, decoder)))
     with pool.apart(), request.open_weights(request.directory) as checkpoint:
         decoder.load(checkpoint, kernel)
         formats = checkpoint.conversions.lines
@@ -172,6 +177,11 @@ def budget_of(
         graph_bytes=graph_bytes,
         remedy=pool.remedy,
     )
+
+
+def adapter_bytes(request: LoadRequest, decoder: Decoder) -> int:
+    """Return the memory that is kept for adapters on this rank."""
+    return request.max_adapters * decoder.adapter_bytes(request.max_adapter_rank)
 
 
 def _kv_budget_bytes(request: LoadRequest, budget: MemoryBudget) -> int:

@@ -116,6 +116,10 @@ class SlotTable:
         self.flat_block_tables: Int32Array = self.block_tables.reshape(-1)
         self.block_table_tensor = torch.from_numpy(self.block_tables)
         self._flat_tokens = self.token_ids.reshape(-1)
+        self.adapters: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
+        """[slots]: number of each slot's adapter; 0: none."""
+        self.num_adapted = 0
+        """Number of slots that have an adapter."""
         self._samplings: list[SequenceSampling | None] = [None] * max_num_seqs
         self._num_prompt_tokens = [0] * max_num_seqs
         self._where: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
@@ -126,6 +130,10 @@ class SlotTable:
     def max_blocks(self) -> int:
         """Number of blocks of the longest sequence."""
         return int(self.block_tables.shape[1])
+
+    def have_adapters(self, slots: Sequence[int]) -> bool:
+        """Return whether any of these slots has an adapter."""
+        return bool(self.num_adapted) and any(self.adapters[slot] for slot in slots)
 
     def sampling(self, slot: int) -> SequenceSampling:
         """Return the sampling state of a bound slot. Raises KeyError for a free one."""
@@ -221,6 +229,11 @@ class SlotTable:
         self.counts.set(slot, num_tokens=0, num_computed=0, num_blocks=0)
         self.block_tables[slot] = 0
         self._samplings[slot] = None
+        self._adapt(slot, 0)
+
+    def _adapt(self, slot: int, adapter: int) -> None:
+        self.num_adapted += bool(adapter) - bool(self.adapters[slot])
+        self.adapters[slot] = adapter
 
     def _bind(self, sequence: ranks_pb2.NewSequence) -> None:
         slot, known = sequence.slot, len(sequence.token_ids)
@@ -232,6 +245,7 @@ class SlotTable:
         self._samplings[slot] = SequenceSampling(
             sequence.sampling, sequence.token_ids[:prompt], sequence.token_ids[prompt:]
         )
+        self._adapt(slot, sequence.adapter)
         self._append_blocks(slot, sequence.block_ids)
 
     def _append_blocks(self, slot: int, block_ids: Iterable[int]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -19,6 +20,7 @@ from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.errors import InvalidRequest
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.stream import RequestStream
+from hetero_gateway.group.adapters.registry import AdapterRegistry
 from hetero_gateway.server.access.limits import Meters
 from hetero_gateway.server.access.principals import Principal, current_principal
 from hetero_gateway.server.access.tracing import CallTracer
@@ -29,8 +31,17 @@ _SECRET_BYTES: Final = 32
 class Intake:
     """Way into the engine for the calls of both doors. One asyncio loop."""
 
-    def __init__(self, core: EngineCore, meters: Meters, *, tracer: CallTracer | None = None) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        meters: Meters,
+        *,
+        tracer: CallTracer | None = None,
+        adapters: AdapterRegistry | None = None,
+    ) -> None:
+        """`adapters` None: requests ask for none."""
         self._core = core
+        self._adapters = adapters
         self._tracer = tracer
         self._meters = meters
         self._secret = secrets.token_bytes(_SECRET_BYTES)
@@ -45,15 +56,29 @@ class Intake:
         meter, num_prompt = self._meters.of(principal), len(asked.prompt_token_ids)
         meter.begin(completions=asked.n, prompt_tokens=num_prompt)
         trace = None if self._tracer is None else self._tracer.begin(asked)
+        end_adapter = _nothing
+
+        def end(num_tokens: int) -> None:
+            meter.end(completions=asked.n, more_tokens=num_tokens)
+            end_adapter()
+
         try:
-            return self._core.submit(
-                own, on_end=lambda num: meter.end(completions=asked.n, more_tokens=num), trace=trace
-            )
+            end_adapter = self._begin_adapter(asked)
+            return self._core.submit(own, on_end=end, trace=trace)
         except Exception as error:
+            end_adapter()
             if trace is not None:
                 trace.refuse(error)
             meter.end(completions=asked.n, more_tokens=-num_prompt)
             raise
+
+    def _begin_adapter(self, asked: GenerationRequest) -> Callable[[], None]:
+        """Count a request of its adapter; return a function for its end. Raises InvalidRequest if that is gone."""
+        if not asked.adapter or self._adapters is None:
+            return _nothing
+        if not self._adapters.serves(asked):
+            raise InvalidRequest("model", "its adapter was unloaded while the request was read; load it again")
+        return self._adapters.begin(asked.adapter)
 
     def abort(self, request_id: str) -> bool:
         """End a request of the caller; return False if the caller has none of this id in flight."""
@@ -72,6 +97,10 @@ class Intake:
 
     def _salt(self, principal: Principal) -> str:
         return hmac.new(self._secret, principal.name.encode(), hashlib.sha256).hexdigest()
+
+
+def _nothing() -> None:
+    """Count nothing: the request has no adapter."""
 
 
 def _scoped(request_id: str, principal: Principal) -> str:

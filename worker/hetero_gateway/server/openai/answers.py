@@ -28,6 +28,7 @@ from hetero_gateway.engine.errors import (
 )
 from hetero_gateway.engine.request import FinishReason
 from hetero_gateway.engine.text.answer_parser import CallArguments, CallStart, Content, Piece, Reasoning
+from hetero_gateway.group.errors import CommandFailed, WrongState
 from hetero_gateway.server.errors import Forbidden, InvalidArguments, LimitExceeded, NoReplica, Unauthenticated
 from hetero_gateway.server.openai.requests import body_field
 
@@ -287,6 +288,8 @@ class Failure(Exception):
 
 
 _STATUSES: Final[Mapping[type[HeteroError], tuple[int, str, str]]] = {
+    WrongState: (409, "invalid_request_error", "failed_precondition"),
+    CommandFailed: (409, "invalid_request_error", "failed_precondition"),
     DuplicateRequest: (409, "invalid_request_error", "already_exists"),
     QueueFull: (429, "rate_limit_error", "queue_full"),
     Unauthenticated: (401, "invalid_request_error", "invalid_api_key"),

@@ -15,23 +15,27 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hetero_api.contract import VERSION
 from hetero_api.metrics import EXPOSITION_TYPE
 from hetero_api.spec_http import ToolCallFormat
+from hetero_api.v1 import admin_pb2
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.text.answer_formats import AnswerFormat
 from hetero_gateway.engine.text.answer_parser import AnswerParser
 from hetero_gateway.engine.text.asked_answer import AskedAnswer
+from hetero_gateway.group.adapters.registry import Adapter, AdapterRegistry
+from hetero_gateway.group.admin_rpcs import AdminRpcs
 from hetero_gateway.server.access.intake import Intake
 from hetero_gateway.server.calls import Account, InFlight
 from hetero_gateway.server.config import ServedModel
 from hetero_gateway.server.metrics import GatewayMetrics
+from hetero_gateway.server.openai.adapters import LoadAdapterBody, UnloadAdapterBody
 from hetero_gateway.server.openai.answers import (
     ChatFormatter,
     CompletionFormatter,
@@ -45,6 +49,7 @@ from hetero_gateway.server.openai.embeddings import Embedder, EmbeddingsBody, em
 from hetero_gateway.server.openai.http_server import RequestBodies, client_gone
 from hetero_gateway.server.openai.requests import chat_requests, completion_requests
 from hetero_gateway.server.openai.schema import (
+    Body,
     ChatBody,
     CompletionBody,
     Generation,
@@ -61,6 +66,8 @@ REQUEST_ID_HEADER: Final = "x-request-id"
 IGNORED_HEADER: Final = "x-hetero-ignored"
 """Header that names the fields of a body which were left out."""
 METRICS_PATH: Final = "/metrics"
+ADAPTER_PATHS: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+"""Paths that load and unload adapters, where spec.engine.adapters.overHttp asks for them."""
 CLIENT_CLOSED: Final = 499
 """Status, seen by nobody but the log and metrics, of a call whose client went away."""
 _DONE: Final = "data: [DONE]\n\n"
@@ -72,6 +79,7 @@ _DOORS: Final = (
     "POST /detokenize, GET /version, GET /metrics"
 )
 
+A = TypeVar("A", bound=Body)
 B = TypeVar("B", bound=Generation)
 T = TypeVar("T", bound=TokensBody)
 
@@ -88,8 +96,13 @@ class OpenAiEndpoint:
         reader: RequestReader,
         metrics: GatewayMetrics,
         in_flight: InFlight,
+        adapters: AdapterRegistry,
+        rpcs: AdminRpcs,
     ) -> None:
         self._core = core
+        self._adapters = adapters
+        self._rpcs = rpcs
+        self._loads_adapters = model.group_settings.spec.engine.adapters.over_http
         self._intake = intake
         self._tokenizer = model.tokenizer
         self._eos_token_ids = model.engine_config.eos_token_ids
@@ -121,8 +134,10 @@ class OpenAiEndpoint:
 
     def application(self) -> Starlette:
         """Return the ASGI application."""
+        loading = (self._load_adapter, self._unload_adapter) if self._loads_adapters else ()
         return Starlette(
             routes=[
+                *(Route(path, call, methods=["POST"]) for path, call in zip(ADAPTER_PATHS, loading, strict=False)),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/completions", self._completions, methods=["POST"]),
                 Route("/v1/embeddings", self._embeddings, methods=["POST"]),
@@ -153,14 +168,47 @@ class OpenAiEndpoint:
         return await self._answer_tokens(request, EmbeddingsBody, answer)
 
     async def _models(self, request: Request) -> Response:  # noqa: ARG002
-        return JSONResponse({"object": "list", "data": [self._model_object]})
+        adapters = [self._adapter_object(adapter) for adapter in self._adapters]
+        return JSONResponse({"object": "list", "data": [self._model_object, *adapters]})
+
+    def _adapter_object(self, adapter: Adapter) -> Json:
+        return self._model_object | {"id": adapter.name, "root": adapter.directory, "parent": self._name}
+
+    async def _load_adapter(self, request: Request) -> Response:
+        async def answer(body: LoadAdapterBody) -> Response:
+            asked = admin_pb2.LoadAdapterRequest(name=body.lora_name, directory=body.lora_path)
+            await self._rpcs.load_adapter(asked)
+            return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+        return await self._answer_adapters(request, LoadAdapterBody, answer)
+
+    async def _unload_adapter(self, request: Request) -> Response:
+        async def answer(body: UnloadAdapterBody) -> Response:
+            await self._rpcs.unload_adapter(admin_pb2.UnloadAdapterRequest(name=body.lora_name))
+            return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+        return await self._answer_adapters(request, UnloadAdapterBody, answer)
+
+    async def _answer_adapters(
+        self, request: Request, kind: type[A], answer: Callable[[A], Awaitable[Response]]
+    ) -> Response:
+        """Answer a call about adapters: read its body as `kind`, and return what `answer` makes of it."""
+
+        async def respond(ticket: _Ticket, cleanup: ExitStack) -> Response:  # noqa: ARG001
+            async with self._bodies.received(request) as data:
+                body = await self._reader.run(lambda: parse_body(kind, data, ticket.ignored), cost=len(data))
+            response = await answer(body)
+            ticket.outcome = "200"
+            return response
+
+        return await self._accounted(request, respond)
 
     async def _model(self, request: Request) -> Response:
         try:
-            self._check_model(request.path_params["model"])
+            adapter = self._adapter_of(request.path_params["model"])
         except Failure as failure:
             return _refusal(failure)
-        return JSONResponse(self._model_object)
+        return JSONResponse(self._model_object if adapter is None else self._adapter_object(adapter))
 
     async def _health(self, request: Request) -> Response:  # noqa: ARG002
         return Response(status_code=200 if self._core.is_serving else 503)
@@ -190,8 +238,8 @@ class OpenAiEndpoint:
         async def respond(ticket: _Ticket, cleanup: ExitStack) -> Response:  # noqa: ARG001
             async with self._bodies.received(request) as data:
                 body = await self._reader.run(lambda: parse_body(kind, data, ticket.ignored), cost=len(data))
-                if body.model is not None:
-                    self._check_model(body.model)
+                if body.model is not None and self._adapter_of(body.model) is not None and kind is EmbeddingsBody:
+                    raise Failure(400, "invalid_request_error", "model: adapters make no embeddings", param="model")
                 return ticket.whole(await answer(body))
 
         return await self._accounted(request, respond)
@@ -214,11 +262,16 @@ class OpenAiEndpoint:
             except Exception as error:  # noqa: BLE001 — the call's top: any error is answered
                 return _refusal(ticket.failure(error))
 
-    def _check_model(self, asked: str) -> None:
-        """Raise Failure when another model is meant."""
-        if asked not in (self._name, self._root):
-            text = f"model: {asked!r} is not served here; this replica serves {self._name!r}"
+    def _adapter_of(self, asked: str) -> Adapter | None:
+        """Return the adapter that is meant; None: the model itself. Raises Failure when another model is meant."""
+        if asked in (self._name, self._root):
+            return None
+        adapter = self._adapters.find(asked)
+        if adapter is None:
+            served = ", ".join(map(repr, (self._name, *(each.name for each in self._adapters))))
+            text = f"model: {asked!r} is not served here; this replica serves {served}"
             raise Failure(404, "invalid_request_error", text, param="model", code="model_not_found")
+        return adapter
 
     # --- one call ---------------------------------------------------------------------------------------
 
@@ -239,9 +292,10 @@ class OpenAiEndpoint:
             parts = self._submit(asked, self._asked_answer(body))
             for part in parts:
                 cleanup.callback(part.stream.cancel)
+            name = self._shown_name(body.model)
             call = Call(
                 parts,
-                formatter=formatter(ticket.call_id, self._name, self._tokenizer.token_bytes, body.wants_logprobs),
+                formatter=formatter(ticket.call_id, name, self._tokenizer.token_bytes, body.wants_logprobs),
                 echo=self._tokenizer.decode if body.wants_echo else None,
             )
             if body.stream:
@@ -258,11 +312,16 @@ class OpenAiEndpoint:
         """Return the body and the engine's requests. Raises Failure, ValidationError, InvalidArguments and others."""
         async with self._bodies.received(request) as data:
             body = await self._reader.run(lambda: parse_body(kind, data, ticket.ignored), cost=len(data))
-            self._check_model(body.model)
+            adapter = self._adapter_of(body.model)
             ticket.call_id = body.request_id or ticket.call_id
             messages = await self._reader.run(lambda: requests(body, ticket.call_id), cost=len(data))
+            for message in messages:
+                message.model = "" if adapter is None else adapter.name
             answer = self._asked_answer(body)
             return body, [await self._reader.read(message, answer=answer) for message in messages]
+
+    def _shown_name(self, asked: str) -> str:
+        return self._name if asked == self._root else asked
 
     def _asked_answer(self, body: Generation) -> AskedAnswer | None:
         """Return the answer that a chat asks for; None for completions, whose text is the answer."""

@@ -164,6 +164,8 @@ _FIELD_NAMES: Final[Mapping[str, str]] = {
     "token_ids": "prompt",
     "text": "prompt",
     "template_options_json": "chat_template_kwargs",
+    "name": "lora_name",
+    "directory": "lora_path",
 }
 
 

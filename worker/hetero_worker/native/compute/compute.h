@@ -24,6 +24,7 @@
 #endif
 
 #define HC_MAX_MEMBERS 256
+#define HC_MAX_RANK 256 /* of adapters' factors */
 #define HC_PANEL 32 /* output rows of a matrix that are packed together */
 
 /* How a matrix is stored. */
@@ -70,6 +71,7 @@ enum hc_kind {
     HC_STEP_ON,
     HC_ROUTE,
     HC_EXPERTS,
+    HC_LOW_RANK,
     HC_CALL,
     HC_KINDS
 };
@@ -434,6 +436,29 @@ typedef struct {
     uint64_t late;
     void *late_y;           /* [rows, width], or NULL */
 } hc_experts_op;
+
+/* An adapter's factors for one part of a layer's outputs, both of the type of x. */
+typedef struct {
+    uint64_t rank;    /* at most HC_MAX_RANK; 0: the part stays as it is */
+    const void *down; /* [rank, in] */
+    const void *up;   /* [rank, columns of the part] */
+} hc_factors;
+
+/* y += the products of each row's adapter, part by part: up transposed times (down times x). */
+typedef struct {
+    hc_op op;
+    uint64_t type;           /* of x, y and factors */
+    uint64_t in;
+    const void *x;           /* [rows, in] */
+    uint64_t x_stride;       /* elements from row to row */
+    uint64_t parts;          /* at least 1 */
+    const uint64_t *ends;    /* [parts]: the column behind each part of y */
+    void *y;                 /* [rows, ends[parts - 1]] */
+    const int64_t *numbers;  /* [rows]: each row's adapter; 0, and what is not in the table: none */
+    uint64_t adapters;
+    const hc_factors *table; /* [adapters, parts]; read, as the numbers, whenever the operation runs */
+    void *scratch;           /* hc_scratch_bytes of this op */
+} hc_low_rank_op;
 
 /* The calling thread calls, the others wait. What is not 0 ends hc_run. */
 typedef struct {

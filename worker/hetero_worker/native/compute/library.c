@@ -4,6 +4,7 @@
 #include "experts.h"
 #include "library.h"
 #include "linear.h"
+#include "low_rank.h"
 #include "route.h"
 
 #include <stdatomic.h>
@@ -74,6 +75,8 @@ uint64_t hc_scratch_bytes(const hc_op *op, uint64_t team_size) {
     case HC_EXPERTS:
         return hc_experts_room_of((const hc_experts_op *)op).bytes +
                team_size * hc_experts_member_bytes((const hc_experts_op *)op);
+    case HC_LOW_RANK:
+        return hc_low_rank_bytes((const hc_low_rank_op *)op);
     default:
         return 0;
     }

@@ -5,7 +5,7 @@ extern hc_kernel hc_pack; /* compiled once: it moves, and computes nothing */
 extern hc_kernel HC_NAME(linear), HC_NAME(embed), HC_NAME(norm), HC_NAME(gated), HC_NAME(squares), HC_NAME(latent),
     HC_NAME(heads), HC_NAME(delta), HC_NAME(open), HC_NAME(products), HC_NAME(rotate),
     HC_NAME(attend), HC_NAME(attend_span), HC_NAME(add), HC_NAME(pick), HC_NAME(choose), HC_NAME(step_on),
-    HC_NAME(route), HC_NAME(experts);
+    HC_NAME(route), HC_NAME(experts), HC_NAME(low_rank);
 extern int HC_NAME(hc_supports)(void);
 
 const hc_isa_table HC_NAME(hc_table) = {
@@ -33,5 +33,6 @@ const hc_isa_table HC_NAME(hc_table) = {
             [HC_STEP_ON] = HC_NAME(step_on),
             [HC_ROUTE] = HC_NAME(route),
             [HC_EXPERTS] = HC_NAME(experts),
+            [HC_LOW_RANK] = HC_NAME(low_rank),
         },
 };

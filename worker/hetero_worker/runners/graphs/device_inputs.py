@@ -46,10 +46,14 @@ class DeviceInputs:
         """Token ids, positions, slots and logit rows of the last step, one after another."""
 
     def fill(self, plan: ranks_pb2.StepPlan, slots: SlotTable) -> InputBatch:
-        """As StepInputs.fill; `decoder_input` of a step that only decodes has as many rows as its padded size."""
+        """As StepInputs.fill; `decoder_input` of a step that only decodes has as many rows as its padded size.
+
+        Steps with adapters are not padded: no graph serves them.
+        """
         self._copies_end.wait()  # the host's buffers are about to be overwritten
         batch = self._host.fill(plan, slots)
-        decoder_input = self._copied(batch.decoder_input if plan.spans else self._padded(num_decode_rows(plan)))
+        is_as_it_is = plan.spans or batch.decoder_input.adapters is not None
+        decoder_input = self._copied(batch.decoder_input if is_as_it_is else self._padded(num_decode_rows(plan)))
         self._copies_end = self._streams.now()
         return replace(batch, decoder_input=decoder_input)
 
@@ -78,4 +82,5 @@ class DeviceInputs:
             positions=positions,
             attention=replace(step.attention, slot_mapping=slot_mapping),
             logit_rows=logit_rows[0] if logit_rows else None,
+            adapters=step.adapters,
         )

@@ -1,5 +1,7 @@
 """GraphForward: steps that only decode are replayed from graphs, one for each padded size; others go eagerly.
 
+So do steps with rows of adapters.
+
 The first step of a size goes eagerly, which prepares it: kernels are compiled, libraries take their workspaces. The
 second is recorded while it is made, and all further ones are replays. Which steps these are follows from the plans, so
 all ranks come to the same point together; but nothing depends on it, for a rank that records, replays or goes eagerly
@@ -85,7 +87,7 @@ class GraphForward:
         """Replay the graph of the step's size, recording it first; other steps run as they are."""
         step = batch.decoder_input
         size = len(step.token_ids)
-        if step.attention.prefills or size not in self._sizes:
+        if step.attention.prefills or step.adapters is not None or size not in self._sizes:
             return self._eager.run(decoder, batch, caches=caches, exchange=exchange)
         bound = self._bind(decoder, caches, exchange)
         self._step.begin(len(batch.draw_slots), size=size)

@@ -53,21 +53,22 @@ class MultiStepDecode:
     """One runner's agreement with its group on which plain steps draw by themselves."""
 
     def __init__(self) -> None:
-        self._agreed: dict[int, bool | None] = {}
-        """The ranks' agreement by number of rows; None: one such step was made."""
+        self._agreed: dict[tuple[int, bool], bool | None] = {}
+        """The ranks' agreement by number of rows, and whether some have adapters; None: one such step was made."""
 
     def begin(self, plan: ranks_pb2.StepPlan, context: StepContext) -> MultiStep | None:
         """Begin a multi-step with the plan of a plain step; None if that does not draw by itself.
 
         Called once for each plain step that begins while none is running. Raises as the exchange does.
         """
-        cache, rows = context.cache, len(plan.decode_slots)
-        if rows not in self._agreed:
-            self._agreed[rows] = None
+        cache = context.cache
+        kind = len(plan.decode_slots), cache.slots.have_adapters(plan.decode_slots)
+        if kind not in self._agreed:
+            self._agreed[kind] = None
             return None
-        if self._agreed[rows] is None:
-            self._agreed[rows] = all_can(context.exchange, _can_draw(plan, context))
-        if not self._agreed[rows]:
+        if self._agreed[kind] is None:
+            self._agreed[kind] = all_can(context.exchange, _can_draw(plan, context))
+        if not self._agreed[kind]:
             return None
         assert cache.multi_step is not None, "this rank has said that it can"
         return MultiStep(plan, context, cache.multi_step)

@@ -1,0 +1,85 @@
+"""Adapters of a real group: PEFT's tokens under load, while others come and go, and after a rank was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from hetero_api.v1 import inference_pb2 as pb
+from hetero_api.v1 import inference_pb2_grpc
+from hetero_client.errors import RequestError
+from tests.support.local_group import LocalGroupProcess, write_manifest
+from tests.support.lora_adapters import SavedAdapter, save_adapter
+from tests.support.reference import TIE_FP32, Reference
+from tests.support.tiny_models import save_tiny_model
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROMPTS = [[17, 3, 250, 88, 9, 61, 199, 42], [5, 120, 33, 71, 200], [1, 2, 3]]
+NUM_TOKENS = 12
+
+
+def disagreements(logits: torch.Tensor, num_prompt: int, completion: Sequence[int]) -> list[int]:
+    """Positions where greedy decoding would not have chosen the completion's token, near ties aside."""
+    own = logits[num_prompt - 1 : num_prompt - 1 + len(completion)]
+    gaps = own.max(1).values - own.gather(1, torch.tensor(list(completion))[:, None])[:, 0]
+    return torch.nonzero(gaps > TIE_FP32)[:, 0].tolist()
+
+
+def completed(stub: Any, model: str, prompt: list[int]) -> list[int]:
+    sampling = pb.SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    asked = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), model=model, sampling=sampling)
+    return [token for event in stub.Generate(asked, timeout=60) for token in event.delta.token_ids]
+
+
+def test_requests_of_adapters_get_peft_s_tokens(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", "llama")
+    adapters: dict[str, SavedAdapter] = {
+        name: save_adapter(model, tmp_path / "adapters" / name, modules=modules, rank=rank, seed=rank)
+        for name, modules, rank in (("all", ALL, 8), ("some", ("q_proj", "v_proj"), 4), ("mlp", ("down_proj",), 16))
+    }
+    reference = Reference.from_directory(model)
+    spec = {"maxLoaded": 2, "roots": [str(tmp_path / "adapters")], "overHttp": True}
+    manifest = write_manifest(tmp_path, model=model, ranks=2, max_model_len=256, engine={"adapters": spec})
+
+    def check(stub: Any, name: str, prompt: list[int]) -> None:
+        tokens = completed(stub, name, prompt)
+        source = adapters.get(name, reference)
+        wrong = disagreements(source.logits([*prompt, *tokens[:-1]]), len(prompt), tokens)
+        assert not wrong, (name, prompt, tokens, wrong)
+
+    with LocalGroupProcess(manifest, home=tmp_path / "home") as group, ThreadPoolExecutor(8) as pool:
+
+        def together(*names: str) -> None:
+            with grpc.insecure_channel(group.record.inference, options=[("grpc.enable_http_proxy", 0)]) as channel:
+                stub = inference_pb2_grpc.InferenceStub(channel)
+                list(pool.map(lambda each: check(stub, *each), [(name, p) for name in names for p in PROMPTS]))
+
+        with group.admin() as admin:
+            admin.load_adapter("all", str(tmp_path / "adapters" / "all"))
+            admin.load_adapter("some", str(tmp_path / "adapters" / "some"))
+            together("all", "test", "some")
+            asked = pool.submit(together, "all", "test")
+            for _ in range(5):
+                admin.unload_adapter("some")
+                admin.load_adapter("some", str(tmp_path / "adapters" / "mlp"))
+                admin.unload_adapter("some")
+                admin.load_adapter("some", str(tmp_path / "adapters" / "some"))
+            asked.result()
+            with pytest.raises(RequestError, match=r"maxLoaded"):
+                admin.load_adapter("mlp", str(tmp_path / "adapters" / "mlp"))
+            epoch = admin.topology().epoch
+            victim = next(pid for name, pid in group.record.processes.items() if name != "gateway")
+            os.kill(victim, signal.SIGKILL)
+            group.wait_ready_again(after_epoch=epoch)
+            assert list(admin.adapters()) == ["all", "some"]
+            together("all", "test", "some")

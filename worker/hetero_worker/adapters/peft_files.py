@@ -1,0 +1,211 @@
+"""LoRA adapters as PEFT saves them: a directory with adapter_config.json and adapter_model.safetensors.
+
+An adapter adds scaling · B · (A · x) to linear modules of a model: A is [rank, in], B [out, rank]. A rank reads the
+rows of B and the columns of A that belong to its slice of the module's weight. Everything is checked when the adapter
+is opened, from the config and the file's header alone, before any tensor is read: an adapter that changes the model in
+another way than this, or a module that takes none, is refused with the file and the field or tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Literal, NamedTuple, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
+
+from hetero_api.errors import ModelError
+from hetero_api.model_directory import model_file, parse_json, read_model_file
+from hetero_worker.checkpoints.checkpoint import rows_in_order
+from hetero_worker.checkpoints.safetensors_store import check_header_length
+from hetero_worker.checkpoints.store import TensorSlice
+
+CONFIG_FILE: Final = "adapter_config.json"
+TENSORS_FILE: Final = "adapter_model.safetensors"
+MAX_RANK: Final = 256
+_MAX_CONFIG_BYTES: Final = 1 << 20
+_PREFIX: Final = "base_model.model."
+_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
+_DTYPES: Final = frozenset({"F32", "F16", "BF16"})
+_HARMLESS: Final = frozenset(
+    {
+        "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules",
+        "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core", "peft_version",
+        "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
+    }
+)  # fmt: skip
+"""Fields that change nothing of what the tensors mean. Any other field that is set is refused."""
+
+Targets = Mapping[str, tuple[int, int]]
+"""(out, in) of the weights of modules that take adapters, by the modules' names in the checkpoint."""
+
+
+class LowRankFactors(NamedTuple):
+    """A rank's part of an adapter's product for one module: up · (down · x)."""
+
+    down: torch.Tensor
+    """float32 [rank, in]."""
+    up: torch.Tensor
+    """float32 [out, rank], multiplied by the adapter's scaling."""
+
+
+class _Config(BaseModel):
+    """The fields of adapter_config.json that say what the tensors mean."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    peft_type: Literal["LORA"]
+    r: int = Field(ge=1, le=MAX_RANK)
+    lora_alpha: float = Field(gt=0, allow_inf_nan=False)
+    use_rslora: bool = False
+    bias: Literal["none"] = "none"
+    init_lora_weights: Literal[True, False, "gaussian", "eva", "orthogonal"] = True
+    """Other initial values change the model's own weights, too."""
+
+    @property
+    def scaling(self) -> float:
+        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+
+
+class LoraAdapter:
+    """An open adapter. Use it as a context manager: its file stays open until it exits."""
+
+    def __init__(self, directory: Path, targets: Targets, *, max_rank: int = MAX_RANK) -> None:
+        """Read and check the config. Raises ModelError; `__enter__` does for the file of tensors."""
+        self._path = directory / TENSORS_FILE
+        self._targets = targets
+        config = _read_config(directory / CONFIG_FILE)
+        if config.r > max_rank:
+            raise ModelError(
+                f"{directory / CONFIG_FILE}: r: {config.r} is more than the {max_rank} that ranks keep memory for; "
+                "raise spec.engine.maxAdapterRank"
+            )
+        self.rank: Final = config.r
+        self._scaling = config.scaling
+        self._file: Any = None
+        self.modules: frozenset[str] = frozenset()
+        """Names of the modules that the adapter changes, once it is open."""
+
+    def __enter__(self) -> Self:
+        real = model_file(self._path)
+        try:
+            check_header_length(real)
+            self._file = safe_open(real, framework="pt")
+            self._file.__enter__()
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ModelError(f"{self._path}: cannot be read as safetensors: {error}; save the adapter again") from error
+        try:
+            self.modules = self._check_tensors()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.__exit__(kind, error, trace)
+
+    def digests(self) -> dict[str, bytes]:
+        """Return the digest of each file. Raises OSError."""
+        found: dict[str, bytes] = {}
+        for name in (CONFIG_FILE, TENSORS_FILE):
+            with model_file(self._path.parent / name).open("rb") as file:
+                found[name] = hashlib.file_digest(file, "sha256").digest()
+        return found
+
+    def factors(self, part: TensorSlice) -> LowRankFactors | None:
+        """Read the factors of a slice of a module's weight; None if the adapter leaves the module as it is.
+
+        Raises ModelError for numbers that are not finite.
+        """
+        module = part.name.removesuffix(".weight")
+        if module not in self.modules:
+            return None
+        rows, columns = part.row_range, part.column_range
+        down = self._read(module, _DOWN)[:, columns.begin : columns.end].float()
+        up = rows_in_order(self._read(module, _UP)[rows.begin : rows.end, :], part.order).float()
+        for name, tensor in ((_DOWN, down), (_UP, up)):
+            if not tensor.isfinite().all():
+                raise ModelError(f"{self._path}: {_PREFIX}{module}{name}: has numbers that are not finite")
+        return LowRankFactors(down, up * self._scaling)
+
+    def _read(self, module: str, suffix: str) -> Any:
+        return self._file.get_slice(f"{_PREFIX}{module}{suffix}")
+
+    def _check_tensors(self) -> frozenset[str]:
+        """Return the modules that the file has factors of, after a look at each tensor's name, type and shape."""
+        names = frozenset(self._file.keys())
+        modules = {self._module_of(name) for name in names}
+        if not modules:
+            raise ModelError(f"{self._path}: holds no tensors; save the adapter again")
+        for module in sorted(modules):
+            out, width = self._targets[module]
+            for suffix, shape in ((_DOWN, (self.rank, width)), (_UP, (out, self.rank))):
+                name = f"{_PREFIX}{module}{suffix}"
+                if name not in names:
+                    raise ModelError(f"{self._path}: {name}: is missing; save the adapter again")
+                stored = self._file.get_slice(name)
+                if stored.get_dtype() not in _DTYPES:
+                    raise ModelError(
+                        f"{self._path}: {name}: is stored as {stored.get_dtype()}; store it as one of "
+                        f"{', '.join(sorted(_DTYPES))}"
+                    )
+                if tuple(stored.get_shape()) != shape:
+                    raise ModelError(
+                        f"{self._path}: {name}: has shape {stored.get_shape()}; r in {CONFIG_FILE} and the model ask "
+                        f"for {list(shape)}: is the adapter of this model?"
+                    )
+        return frozenset(modules)
+
+    def _module_of(self, name: str) -> str:
+        """Return the module that a tensor belongs to. Raises ModelError if it takes no such tensor."""
+        module = name.removeprefix(_PREFIX).removesuffix(_DOWN).removesuffix(_UP)
+        if len(name) - len(module) != len(_PREFIX) + len(_DOWN) or not name.startswith(_PREFIX):
+            raise ModelError(
+                f"{self._path}: {name}: is no LoRA factor of a linear module (PEFT's lora_A.weight or lora_B.weight); "
+                "train the adapter without it"
+            )
+        if module not in self._targets:
+            kinds = sorted({target.rpartition(".")[2] for target in self._targets})
+            raise ModelError(
+                f"{self._path}: {name}: {module} takes no adapter in this model; those that do are "
+                f"{', '.join(kinds) or 'none'}"
+            )
+        return module
+
+
+def adapter_directory(directory: str, root: str) -> Path:
+    """Return an adapter's directory, links followed. Raises ModelError unless it lies in `root`."""
+    try:
+        real, allowed = Path(directory).resolve(strict=True), Path(root).resolve(strict=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{directory}: cannot be read: {error}; put the adapter there, on every rank") from error
+    if not real.is_relative_to(allowed):
+        raise ModelError(f"{directory}: leads to {real}, outside {root}; adapters are read from there only")
+    return real
+
+
+def _read_config(path: Path) -> _Config:
+    try:
+        data = read_model_file(path, max_bytes=_MAX_CONFIG_BYTES)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}; is this a directory of a PEFT adapter?") from error
+    try:
+        config = _Config.model_validate(parse_json(data, path))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"][:1])) or "the file"
+        value = f" (it is {first['input']!r:.80})" if first["type"] != "missing" else ""
+        raise ModelError(f"{path}: {field}: {first['msg']}{value}") from error
+    for field, value in (config.model_extra or {}).items():
+        if value and field not in _HARMLESS:
+            raise ModelError(f"{path}: {field}: {value!r:.80} is not served; train or save the adapter without it")
+    return config
