@@ -20,9 +20,10 @@ from hetero_api.contract import EXIT_USAGE
 from hetero_gateway.engine.text.answer_formats import FORMATS
 from hetero_gateway.server.config import read_model
 from hetero_gateway.smg import PARSERS, Engine, RouterConfig, read_keys, router_settings
+from tests.support.kube.ports import free_port
 from tests.unit.server.router_setup import RouterBench
 from tests.unit.server.server_setup import write_manifest, write_model
-from tests.unit.server.smg_setup import START_S, free_port
+from tests.unit.server.smg_setup import START_S
 from tests.unit.server.test_smg import CALL, CHAT, FUNCTIONS, NAME, TEMPLATE
 
 pytestmark = pytest.mark.unit
