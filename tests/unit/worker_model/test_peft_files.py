@@ -72,7 +72,7 @@ def test_a_config_that_means_something_else_is_refused_by_its_field(tmp_path: Pa
 
 
 def test_a_rank_beyond_what_memory_is_kept_for_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"r: 2 is more than the 1 .*spec\.engine\.maxAdapterRank"):
+    with pytest.raises(ModelError, match=r"r: 2 is more than the 1 .*spec\.engine\.adapters\.maxRank"):
         opened(write(tmp_path), max_rank=1)
 
 

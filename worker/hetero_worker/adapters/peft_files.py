@@ -83,7 +83,7 @@ class LoraAdapter:
         if config.r > max_rank:
             raise ModelError(
                 f"{directory / CONFIG_FILE}: r: {config.r} is more than the {max_rank} that ranks keep memory for; "
-                "raise spec.engine.maxAdapterRank"
+                "raise spec.engine.adapters.maxRank"
             )
         self.rank: Final = config.r
         self._scaling = config.scaling
