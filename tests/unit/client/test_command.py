@@ -33,6 +33,17 @@ def test_version() -> None:
     assert hetero("--version").stdout == f"hetero {VERSION}\n"
 
 
+@pytest.mark.parametrize(
+    ("line", "word", "expected", "absent"),
+    [("hetero top", 1, "topology", "validate"), ("hetero validate --", 2, "--help", "--version")],
+)
+def test_the_shell_completes_commands_and_options(line: str, word: int, expected: str, absent: str) -> None:
+    asked = {"_HETERO_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(word)}
+    offered = CliRunner().invoke(app, [], prog_name="hetero", env=asked).stdout.split()
+    assert expected in offered
+    assert absent not in offered
+
+
 @pytest.mark.parametrize("command", ["up", "run", "validate", "generate", "chat", "ps", "topology", "down"])
 def test_every_command_teaches_with_an_example(command: str) -> None:
     result = hetero(command, "--help")
