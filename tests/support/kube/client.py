@@ -238,14 +238,21 @@ class Client:
         poll(probe, timeout_s=timeout_s, describe=lambda: f"{kind} {name} is still there: {_shown(last)}")
 
     def create_or_replace(self, manifest: Object) -> Object:
-        """The object as the manifest says, whoever owned its fields."""
-        name = manifest["metadata"]["name"]
+        """The object as the manifest says, whoever owned its fields, whoever writes to it meanwhile."""
+        kind, name = f"{manifest['apiVersion']}/{manifest['kind']}", manifest["metadata"]["name"]
+
+        def attempt() -> Object | None:
+            existing = self.get(kind, name, _namespace_of(manifest))
+            metadata = {**manifest["metadata"], "resourceVersion": existing["metadata"]["resourceVersion"]}
+            try:
+                return self.replace({**manifest, "metadata": metadata})
+            except Conflict:
+                return None
+
         try:
             return self.create(manifest)
         except Conflict:
-            existing = self.get(f"{manifest['apiVersion']}/{manifest['kind']}", name, _namespace_of(manifest))
-        metadata = {**manifest["metadata"], "resourceVersion": existing["metadata"]["resourceVersion"]}
-        return self.replace({**manifest, "metadata": metadata})
+            return poll(attempt, timeout_s=WAIT_TIMEOUT_S, describe=lambda: f"{kind} {name} is written without end")
 
     def install_crd(self, path: Path) -> list[str]:
         """Create or replace a file's CustomResourceDefinitions and wait until they are served; their names.

@@ -9,18 +9,16 @@ another way than this, or a module that takes none, is refused with the file and
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from hetero_api.errors import ModelError
-from hetero_api.model_directory import model_file, parse_json, read_model_file
+from hetero_api.model_directory import model_file
 from hetero_worker.checkpoints.checkpoint import rows_in_order
 from hetero_worker.checkpoints.safetensors_store import check_header_length
 from hetero_worker.checkpoints.store import TensorSlice
@@ -28,18 +26,9 @@ from hetero_worker.checkpoints.store import TensorSlice
 CONFIG_FILE: Final = "adapter_config.json"
 TENSORS_FILE: Final = "adapter_model.safetensors"
 MAX_RANK: Final = 256
-_MAX_CONFIG_BYTES: Final = 1 << 20
 _PREFIX: Final = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 _DTYPES: Final = frozenset({"F32", "F16", "BF16"})
-_HARMLESS: Final = frozenset(
-    {
-        "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules",
-        "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core", "peft_version",
-        "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
-    }
-)  # fmt: skip
-"""Fields that change nothing of what the tensors mean. Any other field that is set is refused."""
 
 Targets = Mapping[str, tuple[int, int]]
 """(out, in) of the weights of modules that take adapters, by the modules' names in the checkpoint."""
@@ -54,24 +43,6 @@ class LowRankFactors(NamedTuple):
     """float32 [out, rank], multiplied by the adapter's scaling."""
 
 
-class _Config(BaseModel):
-    """The fields of adapter_config.json that say what the tensors mean."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    peft_type: Literal["LORA"]
-    r: int = Field(ge=1, le=MAX_RANK)
-    lora_alpha: float = Field(gt=0, allow_inf_nan=False)
-    use_rslora: bool = False
-    bias: Literal["none"] = "none"
-    init_lora_weights: Literal[True, False, "gaussian", "eva", "orthogonal"] = True
-    """Other initial values change the model's own weights, too."""
-
-    @property
-    def scaling(self) -> float:
-        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
-
-
 class LoraAdapter:
     """An open adapter. Use it as a context manager: its file stays open until it exits."""
 
@@ -79,7 +50,9 @@ class LoraAdapter:
         """Read and check the config. Raises ModelError; `__enter__` does for the file of tensors."""
         self._path = directory / TENSORS_FILE
         self._targets = targets
-        config = _read_config(directory / CONFIG_FILE)
+        from hetero_worker.adapters import peft_config  # Here: it needs pydantic, which ranks of bench/gpu lack.
+
+        config = peft_config.read(directory / CONFIG_FILE)
         if config.r > max_rank:
             raise ModelError(
                 f"{directory / CONFIG_FILE}: r: {config.r} is more than the {max_rank} that ranks keep memory for; "
@@ -191,21 +164,3 @@ def adapter_directory(directory: str, root: str) -> Path:
     if not real.is_relative_to(allowed):
         raise ModelError(f"{directory}: leads to {real}, outside {root}; adapters are read from there only")
     return real
-
-
-def _read_config(path: Path) -> _Config:
-    try:
-        data = read_model_file(path, max_bytes=_MAX_CONFIG_BYTES)
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}; is this a directory of a PEFT adapter?") from error
-    try:
-        config = _Config.model_validate(parse_json(data, path))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(map(str, first["loc"][:1])) or "the file"
-        value = f" (it is {first['input']!r:.80})" if first["type"] != "missing" else ""
-        raise ModelError(f"{path}: {field}: {first['msg']}{value}") from error
-    for field, value in (config.model_extra or {}).items():
-        if value and field not in _HARMLESS:
-            raise ModelError(f"{path}: {field}: {value!r:.80} is not served; train or save the adapter without it")
-    return config
