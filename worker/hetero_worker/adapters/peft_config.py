@@ -37,6 +37,7 @@ class AdapterConfig(BaseModel):
 
     @property
     def scaling(self) -> float:
+        """Factor of the adapter's product: alpha / r, or alpha / sqrt(r) if rank-stabilised (arXiv:2312.03732)."""
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
 
