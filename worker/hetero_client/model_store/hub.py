@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
 
 
-PATTERNS: Final = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja")
+PATTERNS: Final = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tiktoken.model")
 """Files to fetch: no pickled weights, no other frameworks' files."""
 TOKENIZER_PATTERNS: Final = (
     "config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "chat_template.json", "*.jinja",
+    "vocab.json", "chat_template.json", "tiktoken.model", "*.jinja",
 )  # fmt: skip
 """Files to fetch for a gateway, which needs no weights; of a model in GGUF it needs the header, so the whole file."""
 _GGUF: Final = ".gguf"

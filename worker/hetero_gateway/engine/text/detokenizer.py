@@ -184,19 +184,6 @@ class IncrementalDetokenizer:
         return text if self._stop is None else self._stop.feed(text) + self._stop.flush()
 
 
-def byte_level_alphabet() -> dict[str, int]:
-    """Return the byte for each character that byte-level BPE writes.
-
-    Printable Latin-1 characters stand for themselves, other bytes for the characters from U+0100 on, in order
-    (GPT-2's `bytes_to_unicode`).
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    alphabet = {chr(byte): byte for byte in printable}
-    alphabet.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
-    return alphabet
-
-
 def _fallbacks(text: str) -> list[int]:
     """Return, for each prefix of `text`, the length of its longest proper prefix that is its suffix too."""
     lengths = [0] * len(text)

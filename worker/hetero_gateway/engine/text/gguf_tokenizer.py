@@ -1,23 +1,21 @@
 """The tokenizer and chat template that a GGUF file holds in its metadata.
 
-A GGUF file has the vocabulary, the merges or scores, and a name (`tokenizer.ggml.pre`) of how text is split before.
-What Hugging Face's tokenizer.json of those models says about splitting and normalising stands here, by that name;
-llama.cpp's own expressions (llama-vocab.cpp) are those, put so that its own matcher takes them. What has another name
-is refused: the model's tokenizer.json beside the file is then used.
+A GGUF file has the vocabulary, the merges or scores, and a name (`tokenizer.ggml.pre`) of how text is split before
+(`byte_level`). A name that is not known is refused: put the model's tokenizer.json beside the file then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from tokenizers.processors import TemplateProcessing
 
 from hetero_api.errors import ModelError
 from hetero_api.gguf_file import GgufHeader, Scalar
+from hetero_gateway.engine.text.byte_level import SPLITTINGS, byte_level_tokenizer
 
 _FIELD: Final = "tokenizer.ggml."
 _TOKENS: Final = f"{_FIELD}tokens"
@@ -33,75 +31,6 @@ _SPECIAL_TOKENS: Final[Mapping[str, str]] = {
     "pad_token": "padding_token_id", "sep_token": "seperator_token_id", "mask_token": "mask_token_id",
 }  # fmt: skip
 _SPACE: Final = "\N{LOWER ONE EIGHTH BLOCK}"
-
-_CONTRACTIONS: Final = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_ENDS: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_WORDS: Final = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|"
-_SIGNS: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|"
-_LLAMA3: Final = rf"{_WORDS}\p{{N}}{{1,3}}|{_SIGNS}{_ENDS}"
-_QWEN2: Final = rf"{_WORDS}\p{{N}}|{_SIGNS}{_ENDS}"
-_QWEN35: Final = (
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_ENDS}"
-)
-_CAPITALS: Final = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
-_SMALL: Final = r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-
-
-def _cased(before: str, *, but: str = "", contractions: str = "", numbers: str, signs: str) -> str:
-    """Return the expression of tokenizers that split words where capitals begin; `but`: characters left out."""
-    capitals, small = f"[{_CAPITALS}{but}]", f"[{_SMALL}{but}]"
-    start = r"[^\r\n\p{L}\p{N}]?"
-    words = f"{start}{capitals}*{small}+{contractions}|{start}{capitals}+{small}*{contractions}"
-    return rf"{before}{words}|{numbers}| ?[^\s\p{{L}}\p{{N}}]+{signs}|{_ENDS}"
-
-
-_GPT4O: Final = _cased("", contractions=f"{_CONTRACTIONS}?", numbers=r"\p{N}{1,3}", signs=r"[\r\n/]*")
-_TEKKEN: Final = _cased("", numbers=r"\p{N}", signs=r"[\r\n/]*")
-_KIMI: Final = _cased(
-    r"[\p{Han}]+|", but=r"&&[^\p{Han}]", contractions=f"{_CONTRACTIONS}?", numbers=r"\p{N}{1,3}", signs=r"[\r\n]*"
-)
-_DEEPSEEK3: Final = (
-    r"\p{N}{1,3}",
-    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
-    + _ENDS,
-)
-_DEEPSEEK_CODER: Final = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Splitting:
-    """How text is split before merges, each match of an expression by itself, one expression after another."""
-
-    expressions: tuple[str, ...]
-    ignore_merges: bool = False
-    """Whether a word that is a token is that token, whatever the merges say."""
-    composes: bool = False
-    """Whether text is put into Unicode's composed form (NFC) first."""
-    adds_begin: bool = False
-    """Whether the first token is put before a prompt where the file does not say."""
-
-
-_SPLITTINGS: Final[Mapping[str, _Splitting]] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "exaone4"), _Splitting((_GPT2,))),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), _Splitting((r"\p{N}", _GPT2))),
-    **dict.fromkeys(("llama-bpe", "llama-v3", "llama3"), _Splitting((_LLAMA3,), ignore_merges=True, adds_begin=True)),
-    "dbrx": _Splitting((_LLAMA3,)),
-    "smaug-bpe": _Splitting((_LLAMA3,)),
-    "glm4": _Splitting((_LLAMA3,), ignore_merges=True),
-    "chatglm-bpe": _Splitting((_LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _Splitting((_QWEN2,), composes=True)),
-    "qwen35": _Splitting((_QWEN35,)),
-    "gpt-4o": _Splitting((_GPT4O,)),
-    "llama4": _Splitting((_GPT4O,)),
-    "minimax-m2": _Splitting((_GPT4O,)),
-    "tekken": _Splitting((_TEKKEN,), ignore_merges=True),
-    "kimi-k2": _Splitting((_KIMI,)),
-    "deepseek-v3": _Splitting(_DEEPSEEK3),
-    "deepseek-coder": _Splitting(_DEEPSEEK_CODER),
-}
-"""By `tokenizer.ggml.pre`."""
 
 
 class GgufTokenizer(NamedTuple):
@@ -158,18 +87,12 @@ class _Vocabulary:
     def byte_level(self) -> Tokenizer:
         """Return a tokenizer that merges bytes. Raises ModelError."""
         name = self._header.metadata.get(f"{_FIELD}pre")
-        splitting = _SPLITTINGS.get(str(name))
+        splitting = SPLITTINGS.get(str(name))
         if splitting is None:
-            known = ", ".join(_SPLITTINGS)
+            known = ", ".join(SPLITTINGS)
             raise self.error("pre", f"{name!r} is not supported; put the model's tokenizer.json beside it, or: {known}")
         merges = [self._merge(text) for text in self._list("merges", str)]
-        tokenizer = Tokenizer(models.BPE(vocab=self._ids(), merges=merges, ignore_merges=splitting.ignore_merges))
-        if splitting.composes:
-            tokenizer.normalizer = normalizers.NFC()
-        splits = [pre_tokenizers.Split(Regex(text), "isolated") for text in splitting.expressions]
-        in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, in_bytes])
-        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer = byte_level_tokenizer(self._ids(), merges, splitting)
         return self._finished(tokenizer, adds_begin=splitting.adds_begin)
 
     def sentencepiece(self) -> Tokenizer:

@@ -22,15 +22,12 @@ from hetero_api.hf_config import read_json
 from hetero_api.model_directory import MAX_TOKENIZER_BYTES, model_file, parse_json, read_model_file
 from hetero_gateway.engine.config import check_prompt_bytes, check_prompt_length
 from hetero_gateway.engine.errors import InvalidRequest
+from hetero_gateway.engine.text.byte_level import byte_level_alphabet
 from hetero_gateway.engine.text.channels import ChannelText, HarmonyTokens, MarkedText
 from hetero_gateway.engine.text.chat_template import ChatTemplate
-from hetero_gateway.engine.text.detokenizer import (
-    ByteLevelText,
-    IncrementalDetokenizer,
-    WindowText,
-    byte_level_alphabet,
-)
+from hetero_gateway.engine.text.detokenizer import ByteLevelText, IncrementalDetokenizer, WindowText
 from hetero_gateway.engine.text.gguf_tokenizer import read_gguf_tokenizer
+from hetero_gateway.engine.text.tiktoken_tokenizer import TIKTOKEN_FILE, read_tiktoken_tokenizer
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
@@ -62,19 +59,23 @@ class TextTokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> TextTokenizer:
-        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja, or a GGUF file where there are none.
+        """Read tokenizer.json, or tiktoken.model, with tokenizer_config.json and chat_template.jinja.
 
-        Raises ModelError naming the file.
+        Without either file, read a GGUF file. Raises ModelError naming the file.
         """
-        files = () if (directory / TOKENIZER_FILE).exists() else gguf_files(directory)
+        has_vocabulary = not (directory / TOKENIZER_FILE).exists() and (directory / TIKTOKEN_FILE).exists()
+        files = () if has_vocabulary or (directory / TOKENIZER_FILE).exists() else gguf_files(directory)
         if files:
             return cls._from_gguf(files[0])
-        tokenizer = _build(directory / TOKENIZER_FILE)
         config = _read_optional_object(directory / TOKENIZER_CONFIG_FILE)
+        if has_vocabulary:
+            tokenizer = read_tiktoken_tokenizer(directory / TIKTOKEN_FILE, config)
+        else:
+            tokenizer = _build(directory / TOKENIZER_FILE)
         return cls(
             tokenizer,
             byte_level=_is_byte_level(_decoder_of(tokenizer)),
-            chat_template=_read_chat_template(directory, config),
+            chat_template=_read_chat_template(directory, config, sorts_tools=has_vocabulary),
         )
 
     @classmethod
@@ -294,7 +295,7 @@ def _is_byte_level(decoder: Any) -> bool:
     return bool(decoder.get("type") == "ByteLevel")
 
 
-def _read_chat_template(directory: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
+def _read_chat_template(directory: Path, config: Mapping[str, Any], *, sorts_tools: bool) -> ChatTemplate | None:
     special_tokens = _special_tokens(config, _read_optional_object(directory / SPECIAL_TOKENS_FILE))
     path = directory / CHAT_TEMPLATE_FILE
     if path.exists():
@@ -309,7 +310,7 @@ def _read_chat_template(directory: Path, config: Mapping[str, Any]) -> ChatTempl
         return None
     if not isinstance(text, str):
         raise ModelError(f"{path}: chat_template must be text or a list of named templates")
-    return ChatTemplate(text, special_tokens=special_tokens, source=str(path))
+    return ChatTemplate(text, special_tokens=special_tokens, source=str(path), sorts_tools=sorts_tools)
 
 
 def _default_template(value: Any) -> Any:
