@@ -27,7 +27,8 @@ pytestmark = pytest.mark.unit
 
 BLOCKS, BLOCK_SIZE, MAX_SEQS = 64, 4, 6
 SIZES = (1, 2, 4, 6)
-TOLERANCE = 1e-5
+TOLERANCE = 5e-5
+"""Graphs pad rows, and torch's sums on the host depend on their number; a stale buffer differs by far more."""
 ONE_GPU = Shares(kv_heads=((8,),), mlp_columns=((50,),), vocab_rows=(200,), experts=((6,),))
 LAYOUTS: dict[str, tuple[Shares, int]] = {
     "1 GPU": (ONE_GPU, 1),
