@@ -15,9 +15,10 @@ from hetero_api.architectures import ARCHITECTURES, REFUSED_ARCHITECTURES, Archi
 from hetero_api.wrappers import WRAPPERS
 from tests.distributed.test_hetero_group import MIXED_VARIANTS
 from tests.support.tiny_checkpoints import VARIANTS
-from tests.unit.worker_model.test_decoder_reference import CURRENT, EVERY_LAYOUT
+from tests.unit.worker_model.test_decoder_reference import CURRENT, EVERY_LAYOUT, MORE_IN_EVERY_LAYOUT
+from tests.unit.worker_model.test_model_paths import MORE_VARIANTS as MORE_PATH_VARIANTS
 from tests.unit.worker_model.test_model_paths import VARIANTS as PATH_VARIANTS
-from tests.unit.worker_model.test_native_forward import CASES
+from tests.unit.worker_model.test_native_forward import CASES, MORE_CASES
 
 PAGE: Final = Path("docs/models.md")
 _FAMILIES: Final = {
@@ -42,10 +43,10 @@ _FAMILIES: Final = {
     "GptOssForCausalLM": "GPT-OSS 20B, 120B",
 }
 _TESTS: Final = {
-    "every layout": EVERY_LAYOUT,
+    "every layout": (*EVERY_LAYOUT, *MORE_IN_EVERY_LAYOUT),
     "torch, GPU with CPU, invariant": CURRENT,
-    "chunks, prefixes, stages": PATH_VARIANTS,
-    "recorded": tuple(variant for variant, *_ in CASES),
+    "chunks, prefixes, stages": (*PATH_VARIANTS, *MORE_PATH_VARIANTS),
+    "recorded": tuple(variant for variant, *_ in (*CASES, *MORE_CASES)),
     "mixed group": MIXED_VARIANTS,
 }
 _INTRO: Final = """\
@@ -63,7 +64,8 @@ tries. What is tested beside:
   beside a CPU rank, and batch-invariant mode
 - *chunks, prefixes, stages*: prefill in chunks of any size, prefix hits, mixed batches, recomputed sequences, pipelines
 - *recorded*: recorded decode steps equal those that are computed operator by operator, bit by bit
-- *mixed group*: real processes of a GPU rank, played by the host, and CPU ranks: text, a prefix hit, sleep
+- *mixed group*: real processes of a GPU rank, played by the host, and CPU ranks: text, a prefix hit, sleep, and a CPU
+  rank that is killed while it streams
 
 """
 _NOTES: Final = """

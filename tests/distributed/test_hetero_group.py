@@ -36,7 +36,7 @@ ENGINE = {"maxNumBatchedTokens": 50, "kvCacheMemoryBytes": "750Ki", "maxNumSeqs"
 MIXED_VARIANTS: dict[str, dict[str, float]] = {
     "glm4-moe": {}, "gpt-oss": {}, "minimax-m2": {}, "deepseek-v3": {"head_dim": 8}, "glm4-moe-lite": {"head_dim": 8},
     "gemma4-moe": {}, "gemma4-readers": {"vocab_size_per_layer_input": 320}, "qwen3-next": {"initializer_range": 0.15},
-    "qwen3.5": {"initializer_range": 0.15},
+    "qwen3.5": {"initializer_range": 0.15}, "qwen3.5-moe": {"initializer_range": 0.15}, "smollm3": {}, "glm4": {},
 }  # fmt: skip
 """With changes of their configuration: DeepSeek-V3's head_dim is that of what is rotated."""
 

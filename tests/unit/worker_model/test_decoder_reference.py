@@ -57,6 +57,7 @@ CURRENT = (
     "gemma4-readers",
     "qwen3-next",
     "qwen3.5",
+    "qwen3.5-moe",
 )
 """Architectures with parts that others do not have."""
 EVERY_LAYOUT = (
@@ -64,6 +65,11 @@ EVERY_LAYOUT = (
     "gemma4-moe", "gemma4-inputs", "gemma4-readers",
     "qwen3-next-odd",
 )  # fmt: skip
+MORE_IN_EVERY_LAYOUT = (
+    "mistral-window", "mixtral-window", "qwen2-window", "gemma2", "smollm3-window", "glm4", "glm4-moe-lite",
+    "qwen3.5-odd", "qwen3.5-moe",
+)  # fmt: skip
+"""Made of parts that the others have; `make test-all` tries them."""
 OTHER_LAYOUTS = [name for name in LAYOUTS if name not in ("one rank", "5:2:1:0")]
 REFUSED = {("gemma4-readers", "layers of stages")}
 """Layers that read other layers' keys and values have to be with them (tests/unit/api/test_sharding.py)."""
@@ -85,7 +91,12 @@ def test_logits_equal_the_reference_for_every_variant(
 
 @pytest.mark.parametrize(
     ("variant", "layout"),
-    [(variant, layout) for variant in EVERY_LAYOUT for layout in OTHER_LAYOUTS if (variant, layout) not in REFUSED],
+    [
+        pytest.param(variant, layout, marks=[pytest.mark.extended] if variant in MORE_IN_EVERY_LAYOUT else [])
+        for variant in (*EVERY_LAYOUT, *MORE_IN_EVERY_LAYOUT)
+        for layout in OTHER_LAYOUTS
+        if (variant, layout) not in REFUSED
+    ],
 )
 def test_logits_equal_the_reference_for_every_layout(
     checkpoints: dict[str, TinyCheckpoint], variant: str, layout: str

@@ -42,11 +42,14 @@ VARIANTS = (
     "mixtral-window", "qwen3-moe-some-dense", "gemma2", "gemma3", "smollm3-window", "glm4-moe-grouped", "gpt-oss",
     "minimax-m2", "deepseek-v3", "gemma4-moe", "gemma4-readers", *STATEFUL,
 )  # fmt: skip
-IN_STAGES = tuple("gemma4-inputs" if variant == "gemma4-readers" else variant for variant in VARIANTS)
+MORE_VARIANTS = ("glm4", "glm4-moe-lite-direct", "qwen2-window", "qwen3")
+"""Made of parts that the others have; `make test-all` tries them."""
+ALL = (*VARIANTS, *(pytest.param(variant, marks=pytest.mark.extended) for variant in MORE_VARIANTS))
+IN_STAGES = tuple("gemma4-inputs" if variant == "gemma4-readers" else variant for variant in ALL)
 """Layers that read other layers' keys and values are on the same rank as these."""
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=ALL)
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> TinyCheckpoint:
     return save_tiny(request.param, tmp_path_factory.mktemp(request.param), num_hidden_layers=NUM_LAYERS)
 

@@ -45,12 +45,14 @@ SLICES = Shares(kv_heads=((5, 3),), mlp_columns=((17, 33),), vocab_rows=(64, 136
 STATEFUL = ("qwen3-next-odd", "qwen3.5", "qwen3.5-moe")
 """Models with layers that keep a state of each sequence."""
 LAYOUTS = {"one": ONE, "uneven": UNEVEN, "no part": NO_PART, "helped": HELPED, "stages": STAGES}
+MORE = ("mistral-window", "qwen2-window", "gemma2", "glm4-moe-lite", "glm4-moe-lite-direct")
+"""Variants made of parts that the others have."""
 OF_EXPERTS = {"slices": SLICES}
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyCheckpoint]:
-    variants = "llama-biased", "qwen3", "gemma2", "gemma3", *PLAIN, *EXPERTS, *STATEFUL
+    variants = "llama-biased", "qwen3", "gemma2", "gemma3", *PLAIN, *EXPERTS, *STATEFUL, *MORE
     return {variant: save_tiny(variant, tmp_path_factory.mktemp(variant)) for variant in variants}
 
 
@@ -122,9 +124,14 @@ CASES += [
 ]
 CASES += [("glm4-moe-grouped", "slices", "native", dtype) for dtype in ("float32", "bfloat16")]
 CASES.append(("gemma4-moe", "slices", "native", "float32"))
+MORE_CASES = [(variant, *way) for variant in MORE for way in SOME_WAYS]
+"""`make test-all` tries these."""
 
 
-@pytest.mark.parametrize(("variant", "layout", "over", "dtype"), CASES)
+@pytest.mark.parametrize(
+    ("variant", "layout", "over", "dtype"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.extended) for case in MORE_CASES)],
+)
 def test_recorded_steps_are_what_steps_are(
     checkpoints: dict[str, TinyCheckpoint],
     variant: str,
