@@ -114,8 +114,8 @@ def test_vocabularies_that_were_not_trained_have_the_tokens_of_tiktoken(tmp_path
             tokens[first + second] = None
     ranks = {token: rank for rank, token in enumerate(tokens)}
     ours, reference = TextTokenizer.from_directory(_write(tmp_path, ranks)), _reference(ranks)
-    for _ in range(200):
-        text = "".join(random_.choices("aabbc", k=random_.randrange(1, 24)))
+    words = [token.decode() for token in tokens if len(token) > 1]
+    for text in (*words, *("".join(random_.choices("aabbc", k=random_.randrange(1, 24))) for _ in range(200))):
         assert ours.encode(text) == reference.encode(text), text
 
 

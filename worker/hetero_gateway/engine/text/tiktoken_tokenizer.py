@@ -9,6 +9,7 @@ repository, which is never run: it is known here by the name of its class.
 
 from __future__ import annotations
 
+import dataclasses
 from base64 import b64decode
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +24,9 @@ from hetero_gateway.engine.text.byte_level import SPLITTINGS, Splitting, byte_le
 TIKTOKEN_FILE: Final = "tiktoken.model"
 
 _CONFIG_FILE: Final = "tokenizer_config.json"
-_SPLITTINGS: Final[Mapping[str, Splitting]] = {"TikTokenTokenizer": SPLITTINGS["kimi-k2"]}
+_SPLITTINGS: Final[Mapping[str, Splitting]] = {
+    "TikTokenTokenizer": dataclasses.replace(SPLITTINGS["kimi-k2"], ignore_merges=True)
+}
 """By `tokenizer_class` in tokenizer_config.json."""
 _NUM_SPECIAL: Final = 258
 """Special tokens that Kimi's tokenizer has, named or not."""
