@@ -36,7 +36,7 @@ class Limits:
     fp32_flops: float
     """2048 x 2048 x 2048, the better of torch's matmul and oneDNN's packed linear."""
     bf16_flops: float
-    """The same in bfloat16."""
+    """The same in bfloat16; `fp32_flops` where the CPU has no instructions for it."""
     int8_ops: float
     """The same with int8 factors and int32 sums; on x86 this is VNNI where the CPU has it."""
 
@@ -82,7 +82,21 @@ def measure_here(threads: int) -> Limits:
     memory = torch.ones(64 * 1024 * 1024)
     read = memory.nbytes / _median_s(memory.sum)
     with torch.inference_mode():
-        return Limits(threads, read, _float_rate(torch.float32), _float_rate(torch.bfloat16), _int8_rate())
+        fp32 = _float_rate(torch.float32)
+        return Limits(threads, read, fp32, _bf16_rate(fp32), _int8_rate())
+
+
+def _bf16_rate(fp32: float) -> float:
+    """Return the rate in bfloat16; `fp32` where oneDNN has no kernel for it.
+
+    A CPU with neither AVX-512 nor AVX-NE-CONVERT has to widen bfloat16, and torch's own matmul takes minutes there.
+    """
+    import torch
+
+    try:
+        return _float_rate(torch.bfloat16)
+    except RuntimeError:
+        return fp32
 
 
 def _float_rate(dtype: torch.dtype) -> float:
