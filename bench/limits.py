@@ -83,20 +83,9 @@ def measure_here(threads: int) -> Limits:
     read = memory.nbytes / _median_s(memory.sum)
     with torch.inference_mode():
         fp32 = _float_rate(torch.float32)
-        return Limits(threads, read, fp32, _bf16_rate(fp32), _int8_rate())
-
-
-def _bf16_rate(fp32: float) -> float:
-    """Return the rate in bfloat16; `fp32` where oneDNN has no kernel for it.
-
-    A CPU with neither AVX-512 nor AVX-NE-CONVERT has to widen bfloat16, and torch's own matmul takes minutes there.
-    """
-    import torch
-
-    try:
-        return _float_rate(torch.bfloat16)
-    except RuntimeError:
-        return fp32
+        # A CPU with neither AVX-512 nor AVX-NE-CONVERT has to widen bfloat16, and torch's matmul takes minutes there.
+        bf16 = _float_rate(torch.bfloat16) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else fp32
+        return Limits(threads, read, fp32, bf16, _int8_rate())
 
 
 def _float_rate(dtype: torch.dtype) -> float:

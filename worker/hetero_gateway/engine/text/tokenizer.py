@@ -63,19 +63,19 @@ class TextTokenizer:
 
         Without either file, read a GGUF file. Raises ModelError naming the file.
         """
-        has_vocabulary = not (directory / TOKENIZER_FILE).exists() and (directory / TIKTOKEN_FILE).exists()
-        files = () if has_vocabulary or (directory / TOKENIZER_FILE).exists() else gguf_files(directory)
-        if files:
+        has_json, has_tiktoken = ((directory / name).exists() for name in (TOKENIZER_FILE, TIKTOKEN_FILE))
+        if not has_json and not has_tiktoken and (files := gguf_files(directory)):
             return cls._from_gguf(files[0])
         config = _read_optional_object(directory / TOKENIZER_CONFIG_FILE)
-        if has_vocabulary:
+        is_tiktoken = has_tiktoken and not has_json
+        if is_tiktoken:
             tokenizer = read_tiktoken_tokenizer(directory / TIKTOKEN_FILE, config)
         else:
             tokenizer = _build(directory / TOKENIZER_FILE)
         return cls(
             tokenizer,
             byte_level=_is_byte_level(_decoder_of(tokenizer)),
-            chat_template=_read_chat_template(directory, config, sorts_tools=has_vocabulary),
+            chat_template=_read_chat_template(directory, config, sorts_tools=is_tiktoken),
         )
 
     @classmethod
