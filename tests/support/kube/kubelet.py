@@ -229,8 +229,10 @@ class Kubelet:
         return self._client.patch_status("Pod", pod, status, self._namespace)
 
     def _address(self, pod: str) -> str:
+        # The local kernel refuses connections to it at once. Packets to other networks may be dropped, and the operator
+        # then waits seconds for each gateway. Played gateways have addresses from 127.1 to 127.254.
         number = FIRST_HOST + len(self._addresses)
-        return self._addresses.setdefault(pod, f"10.1.{number >> 8}.{number & 255}")
+        return self._addresses.setdefault(pod, f"127.255.{number >> 8}.{number & 255}")
 
 
 def now() -> str:
