@@ -6,6 +6,7 @@ become the local end of somebody's outgoing connection.
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 
@@ -17,10 +18,18 @@ ATTEMPTS = 200
 _given: set[int] = set()
 
 
+def ports_of(worker: str, count: int) -> range:
+    """The ports that one of pytest-xdist's `count` workers gives: two workers never give the same one."""
+    return RANGE[int(worker.removeprefix("gw")) :: count]
+
+
+_OURS = ports_of(os.environ.get("PYTEST_XDIST_WORKER", "gw0"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
 def free_port() -> int:
-    """A port that nobody listens at now, and that was not given before."""
+    """A port that nobody listens at now, and that no worker gave before."""
     for _ in range(ATTEMPTS):
-        port = random.choice(RANGE)
+        port = random.choice(_OURS)
         if port in _given:
             continue
         with socket.socket() as probe:
