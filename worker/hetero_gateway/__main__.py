@@ -1,5 +1,6 @@
 """`python -m hetero_gateway`. Until it listens there is nothing to drain: a stop signal ends it at once."""
 
+import gc
 import sys
 
 from hetero_api.contract import EXIT_OK
@@ -18,6 +19,7 @@ if __name__ == "__main__":
 
         smg.run(sys.argv[2:])
     else:
+        gc.disable()  # imports create much and free nothing; `serving` turns it on again
         from hetero_gateway.server.app import run
 
         run()

@@ -51,6 +51,7 @@ async def _live(config: GatewayConfig, model: ServedModel) -> int:
         # Objects that live as long as the process stay out of garbage collections, which would fall into steps.
         gc.collect()
         gc.freeze()
+        gc.enable()  # `__main__` turned it off for the imports
         drain_timeout_s = config.drain_timeout_s
         if drain_timeout_s is None:
             drain_timeout_s = model.resource.spec.gateway.drain_timeout_seconds
