@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
@@ -50,6 +50,9 @@ logger = logging.getLogger(__name__)
 
 MAX_ROUNDS: Final = 5
 """Plans in one look. More would mean that what is applied never is as it was asked to be."""
+
+_FRESH_S: Final = 1.0
+"""Seconds after which a view is taken again: a gateway may take longer to answer, and the view is reported."""
 
 Planner = Callable[[Observed], Plan]
 Reporter = Callable[[Observed, Plan, Outcome], Report]
@@ -94,6 +97,18 @@ class Collaborators:
     events: EventRecorder
 
 
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A resource, its objects, Secrets too, and its pods, as they were at a moment."""
+
+    resource: Object
+    owned: list[Object]
+    pods: list[Object]
+    waiting: Mapping[str, float]
+    """Ages, in seconds, of what should have gone on by now, by uid."""
+    at: datetime
+
+
 class Reconciler:
     """One look at a resource, by key."""
 
@@ -116,23 +131,16 @@ class Reconciler:
 
     async def reconcile(self, key: Key) -> Verdict:
         """Do all that there is to do about a resource. Raises ApiError, NotLeading, OverBudget."""
-        resource = self._parts.resources.get(key)
         observed, plan, outcome = None, Plan(), Outcome()
         for _ in range(MAX_ROUNDS):
-            if resource is None:
+            observed = await self._observe(key)
+            if observed is None:
                 return self._absent(key)
-            try:
-                observed = await self._observe(key, resource)
-            except OverBudget as error:
-                self._parts.events.record(resource, Transition("Warning", "TooManyObjects", str(error)), self._clock())
-                raise
             plan = self._plan(observed)
             if plan.idle:
                 break
-            confirmed = await self._parts.resources.confirm(key)
-            if confirmed == resource:
+            if await self._parts.resources.confirm(key) == observed.resource:
                 outcome = await self._parts.execution(key).carry_out(plan)
-            resource = confirmed
             if outcome.failures:
                 break
         assert observed is not None
@@ -171,37 +179,50 @@ class Reconciler:
             retry_after_s=outcome.retry_after_s,
         )
 
-    async def _observe(self, key: Key, resource: Object) -> Observed:
-        parts, now = self._parts, self._clock()
-        owned, pods = await parts.cache.owned_by(key)
-        waiting = {item["metadata"]["uid"]: _age_s(item, now) for item in (*_silent(pods), *_incomplete(owned, pods))}
-        doubt = any(age_s > PATIENCE_S for age_s in waiting.values())
-        secrets = await parts.secrets.secrets_of(key, [*owned, *pods], doubt=doubt)
-        gateways = await self._ask_gateways(key, resource, owned, pods)
+    async def _observe(self, key: Key) -> Observed | None:
+        """Return what there is to know about a resource, None if it is gone. Raises ApiError, OverBudget."""
+        parts, view = self._parts, await self._view(key)
+        gateways = {} if view is None else await self._ask_gateways(key, view)
+        if view is not None and (self._clock() - view.at).total_seconds() > _FRESH_S:
+            view = await self._view(key)
+        if view is None:
+            return None
         return Observed(
-            resource=resource,
-            owned=[*owned, *secrets],
-            pods=pods,
+            resource=view.resource,
+            owned=view.owned,
+            pods=view.pods,
             failed_pods=parts.cache.failed_pods(key),
-            now=now,
+            now=view.at,
             capabilities=parts.cache.capabilities,
             options=self._options,
             policy=self._policy,
-            nodes=await parts.nodes.named(_nodes_in_question(pods, now)),
-            pod_events=parts.warnings.about(key, waiting),
+            nodes=await parts.nodes.named(_nodes_in_question(view.pods, view.at)),
+            pod_events=parts.warnings.about(key, view.waiting),
             gateway=gateways.pop(0, None),
             gateways=gateways,
         )
 
-    async def _ask_gateways(
-        self, key: Key, resource: Object, owned: Sequence[Object], pods: Sequence[Object]
-    ) -> dict[int, GatewayReport]:
+    async def _view(self, key: Key) -> _View | None:
+        parts, at, resource = self._parts, self._clock(), self._parts.resources.get(key)
+        if resource is None:
+            return None
+        try:
+            owned, pods = await parts.cache.owned_by(key)
+        except OverBudget as error:
+            parts.events.record(resource, Transition("Warning", "TooManyObjects", str(error)), self._clock())
+            raise
+        waiting = {item["metadata"]["uid"]: _age_s(item, at) for item in (*_silent(pods), *_incomplete(owned, pods))}
+        doubt = any(age_s > PATIENCE_S for age_s in waiting.values())
+        secrets = await parts.secrets.secrets_of(key, [*owned, *pods], doubt=doubt)
+        return _View(resource, [*owned, *secrets], pods, waiting, at)
+
+    async def _ask_gateways(self, key: Key, view: _View) -> dict[int, GatewayReport]:
         """Return the reports of the replicas' gateways that have an address, by ordinal."""
-        deployments = _gateway_deployments(resource, owned)
+        deployments = _gateway_deployments(view.resource, view.owned)
         asked = {
-            ordinal: self._ask_gateway(key, resource, deployment, gateway)
+            ordinal: self._ask_gateway(key, view.resource, deployment, gateway)
             for ordinal, deployment in deployments.items()
-            if (gateway := _serving_gateway(pods, deployment)) is not None
+            if (gateway := _serving_gateway(view.pods, deployment)) is not None
         }
         return dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
 

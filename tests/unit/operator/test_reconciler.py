@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from hetero_operator.gateway_probe import GatewayProbe
 from hetero_operator.reconcile.model import (
     Capabilities,
     FailureKind,
+    GatewayReport,
     Object,
     Observed,
     Outcome,
@@ -74,12 +75,14 @@ class Bench:
     clock: FakeTime
     seen: list[Observed] = field(default_factory=list)
 
-    def reconciler(self, plan: Callable[[Observed], Plan] = wants_a_config_map) -> Reconciler:
+    def reconciler(
+        self, plan: Callable[[Observed], Plan] = wants_a_config_map, clock: Callable[[], datetime] = lambda: NOW
+    ) -> Reconciler:
         def noted(observed: Observed) -> Plan:
             self.seen.append(observed)
             return plan(observed)
 
-        return Reconciler(self.parts, OPTIONS, Policy(), plan=noted, report=tells_how_many, clock=lambda: NOW)
+        return Reconciler(self.parts, OPTIONS, Policy(), plan=noted, report=tells_how_many, clock=clock)
 
     async def put_resource(self) -> None:
         self.parts.resources.hear("ADDED", await self.server.put(PATH, {"spec": {}}))
@@ -323,6 +326,46 @@ async def test_a_gateway_that_knows_certificates_is_asked_with_one_or_not_at_all
     await bench.server.put("/api/v1/namespaces/ns/secrets/x-inside-1", {"metadata": {}, "data": data})
     await bench.reconciler().reconcile(KEY)
     assert bench.seen[-1].gateway.error.startswith("UNAVAILABLE")
+
+
+@pytest.mark.parametrize("takes_s", [0.5, 5.0])
+async def test_what_changes_while_a_gateway_answers_slowly_is_seen(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, takes_s: float
+) -> None:
+    now = [NOW]
+
+    async def answer_late(pod: str, *_: Any, **__: Any) -> GatewayReport:
+        now[0] += timedelta(seconds=takes_s)
+        await bench.put_pod("late", status={})
+        return GatewayReport(pod, error="DEADLINE_EXCEEDED: ")
+
+    monkeypatch.setattr(bench.parts.gateways, "ask", answer_late)
+    await bench.put_resource()
+    await put_deployment(bench)
+    await put_gateway(bench, "g", made_by("x-gateway-abc"), RUNS)
+    await bench.reconciler(lambda _: Plan(), clock=lambda: now[0]).reconcile(KEY)
+    [seen] = bench.seen
+    assert {pod["metadata"]["name"] for pod in seen.pods} == ({"g", "late"} if takes_s > 1 else {"g"})
+    assert seen.gateway is not None
+
+
+async def test_a_resource_that_goes_while_its_gateway_answers_slowly_is_absent(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [NOW]
+
+    async def answer_late(pod: str, *_: Any, **__: Any) -> GatewayReport:
+        now[0] += timedelta(seconds=5.0)
+        bench.parts.resources.hear("DELETED", bench.server.objects[PATH])
+        return GatewayReport(pod, error="DEADLINE_EXCEEDED: ")
+
+    monkeypatch.setattr(bench.parts.gateways, "ask", answer_late)
+    await bench.put_resource()
+    await put_deployment(bench)
+    await put_gateway(bench, "g", made_by("x-gateway-abc"), RUNS)
+    assert not (await bench.reconciler(clock=lambda: now[0]).reconcile(KEY)).exists
+    assert bench.seen == []
+    assert bench.writes() == []
 
 
 async def test_the_secret_of_a_revision_is_seen_without_listing_any(bench: Bench) -> None:
