@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import select
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +19,7 @@ from hetero_api.contract import EXIT_OK
 from hetero_client import Delta, SamplingParams
 from tests.support.local_group import REPOSITORY, LocalGroupProcess, write_manifest
 
+ALTERNATE_SCREEN = "\x1b[?1049h"
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -58,6 +64,30 @@ def test_top_shows_a_group_at_work(group: LocalGroupProcess) -> None:
     held = [line for line in lines if "█" in line and not line.startswith("KV cache")]
     assert len(held) == 2
     assert held[0] != held[1]
+
+
+def test_top_redraws_a_terminal_until_ctrl_c(group: LocalGroupProcess) -> None:
+    screen, terminal = pty.openpty()
+    command = [sys.executable, "-m", "hetero_client", "top", "--interval", "0.2", "--admin-address", group.record.admin]
+    top = subprocess.Popen(
+        command, cwd=REPOSITORY, stdin=terminal, stdout=terminal, stderr=terminal, env={**os.environ, "TERM": "xterm"}
+    )
+    os.close(terminal)
+    seen = ""
+    try:
+        deadline_s = time.monotonic() + 60
+        while seen.count("ready, epoch 1") < 3:
+            assert time.monotonic() < deadline_s, seen
+            if select.select([screen], [], [], 1)[0]:
+                seen += os.read(screen, 65536).decode(errors="replace")
+        top.send_signal(signal.SIGINT)
+        assert top.wait(20) == EXIT_OK
+    finally:
+        top.kill()
+        top.wait()
+        os.close(screen)
+    assert ALTERNATE_SCREEN in seen
+    assert "Traceback" not in seen
 
 
 @pytest.mark.parametrize("door", ["grpc", "http"])

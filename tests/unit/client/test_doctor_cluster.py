@@ -104,7 +104,7 @@ CASES: list[tuple[Check, dict[str, Any], Grade, str]] = [
     ),
     (
         cluster_checks.check_cpu_manager, {"kubelets": {"a": kubelet(), "b": Answer(problem=FORBIDDEN)}}, Grade.OK,
-        "static on 1 of 2 nodes",
+        "static on a; not readable on b",
     ),
     (
         cluster_checks.check_cpu_manager,

@@ -182,10 +182,11 @@ def _check_policy(cluster: Cluster, check: str, *, field: str, good: str, cost: 
         return _unread(check, next(iter(told.values())).problem, right="get nodes/proxy")
     policies = {name: found.get("kubeletconfig", {}).get(field, "not told") for name, found in read.items()}
     others = sorted(name for name, policy in policies.items() if policy != good)
+    unread = f"; not readable on {_some(sorted(told.keys() - read.keys()))}" if len(read) < len(told) else ""
     if others:
-        seen = f"{', '.join(sorted({policies[name] for name in others}))} on {_some(others)}"
+        seen = f"{', '.join(sorted({policies[name] for name in others}))} on {_some(others)}{unread}"
         return warn(check, seen, cost=cost, fix=f"kubelet: {field}: {good} (docs/numa.md, Configure a node)")
-    return ok(check, f"{good} on {len(read)} of {len(told)} nodes" if read else "no node")
+    return ok(check, f"{good} on {_some(sorted(read))}{unread}" if read else "no node")
 
 
 def check_node_pages(cluster: Cluster) -> Finding:

@@ -17,7 +17,7 @@ from hetero_client.cli.console import table_of
 from hetero_client.cli.live.history import History, StepPace
 from hetero_client.cli.tables import MB, device_lines, prediction_line, topology_line
 
-WIDE: Final = 125
+WIDE: Final = 140
 """Columns of a terminal that hold all of the table."""
 _CELLS, _NARROW_CELLS = 10, 5
 """Cells of a bar on a wide terminal and on a narrow one."""
