@@ -14,7 +14,7 @@ from hetero_api.contract import VERSION
 from hetero_api.crd import crd
 from hetero_client.doctor import cluster_checks
 from hetero_client.doctor.cluster import Answer, Cluster, kubectl, read_cluster
-from hetero_client.doctor.cluster_checks import CLUSTER_CHECKS, check_cluster, field_paths
+from hetero_client.doctor.cluster_checks import CLUSTER_CHECKS, NODE_CHECKS, check_cluster, field_paths
 from hetero_client.doctor.findings import Finding, Grade
 
 pytestmark = pytest.mark.unit
@@ -133,7 +133,7 @@ CASES: list[tuple[Check, dict[str, Any], Grade, str]] = [
 def test_a_good_cluster_passes_every_check() -> None:
     findings = check_cluster(cluster())
     assert [finding for finding in findings if finding.grade is not Grade.OK] == []
-    assert len({finding.check for finding in findings}) == 1 + len(CLUSTER_CHECKS)
+    assert len({finding.check for finding in findings}) == 1 + len(CLUSTER_CHECKS) + len(NODE_CHECKS)
 
 
 @pytest.mark.parametrize(("check", "changes", "grade", "seen"), CASES)
@@ -145,7 +145,12 @@ def test_a_check_finds_what_is_missing(check: Check, changes: dict[str, Any], gr
 
 
 def test_every_check_can_find_something() -> None:
-    assert {check for check, _, grade, _ in CASES if grade is not Grade.OK} == set(CLUSTER_CHECKS)
+    assert {check for check, _, grade, _ in CASES if grade is not Grade.OK} == {*CLUSTER_CHECKS, *NODE_CHECKS}
+
+
+def test_of_nodes_that_cannot_be_read_nothing_else_is_said() -> None:
+    findings = check_cluster(cluster(nodes=Answer(problem=FORBIDDEN), kubelets={}))
+    assert [finding.check for finding in findings] == ["API server", "definition", "operator", "nodes"]
 
 
 def test_gpus_are_counted_over_nodes() -> None:

@@ -239,15 +239,17 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-CLUSTER_CHECKS: Final[Sequence[Callable[[Cluster], Finding]]] = (
-    check_definition, check_operator, check_nodes, check_cpu_manager, check_topology_manager, check_memory_manager,
-    check_node_pages, check_node_gpus,
+CLUSTER_CHECKS: Final[Sequence[Callable[[Cluster], Finding]]] = (check_definition, check_operator, check_nodes)
+NODE_CHECKS: Final[Sequence[Callable[[Cluster], Finding]]] = (
+    check_cpu_manager, check_topology_manager, check_memory_manager, check_node_pages, check_node_gpus,
 )  # fmt: skip
+"""Checks of what nodes say."""
 
 
 def check_cluster(cluster: Cluster) -> list[Finding]:
-    """Return the findings of all checks of a cluster; only the first where its API server does not answer."""
+    """Return the findings of all checks of a cluster, as far as its API server answers this user."""
     first = check_server(cluster)
     if cluster.version.found is None:
         return [first]
-    return [first, *(check(cluster) for check in CLUSTER_CHECKS)]
+    checks = [*CLUSTER_CHECKS, *(NODE_CHECKS if cluster.nodes.found is not None else ())]
+    return [first, *(check(cluster) for check in checks)]
