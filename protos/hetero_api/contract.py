@@ -142,6 +142,8 @@ GATEWAY_SERVICES: Final = ("hetero.v1.Inference",)
 LEAST_LOCAL_MEMORY_PERCENT: Final = 95
 """Less of a rank's memory on the NUMA node of its cores means that it reads its weights from another. The rest is what
 other threads took, and pages that were shared before."""
+MAX_DOOR_CONNECTIONS: Final = 4096
+"""Connections that a door of the gateway holds; each is an open file."""
 
 # --- process exit codes --------------------------------------------------------------------------------
 EXIT_OK: Final = 0

@@ -6,7 +6,7 @@ names the fields.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -25,7 +25,21 @@ ADMIN_TIMEOUT_S: Final = 120.0
 """Limit of calls whose work the ranks do in memory."""
 WAKE_TIMEOUT_S: Final = 1800.0
 """Limit of calls that may read weights again."""
+_UNITS: Final = ("kv_heads", "mlp_columns", "experts")
 _RECEIVE_BOUND: Final = "grpc.max_receive_message_length"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimesView:
+    """Steps of one kind that a rank did in this epoch, half a second ago or less.
+
+    `exchange_s` is the part of `seconds` in the host exchange: bytes moved, sums, and waits for other ranks.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+    exchange_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +77,18 @@ class RankView:
     """Columns of each of its experts, where these are dealt in slices."""
     weight_notes: tuple[str, ...] = ()
     """Notes on the checkpoint's weights, e.g. which parts of it are not served."""
+    numa_nodes: tuple[int, ...] = ()
+    """NUMA nodes of its cores."""
+    stage: UnitRange | None = None
+    """Layers of which it holds any part; None while the group has not formed."""
+    decode: StepTimesView = StepTimesView()
+    """Steps that only decoded."""
+    prefill: StepTimesView = StepTimesView()
+    """Other steps."""
+    decode_read_bytes: float = 0.0
+    """Weights that the decode steps read, by the placement's arithmetic; 0: not predicted."""
+    memory_bandwidth: float = 0.0
+    """Measured while all ranks read at once, bytes a second; 0: not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +173,33 @@ class GroupTopology:
     """How tokens are proposed and what has come of it; "" if none are."""
     idle: IdleView | None = None
     """Rest of a group without requests; None before its first."""
+    tokens_per_second: float = 0.0
+    """Tokens generated a second of stepping, of late; 0 before any."""
+    stalled_s: float = 0.0
+    """Age of the step that the ranks compute; 0 while none is."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatsView:
+    """Counts of scheduler and block pool since the gateway started, and gauges, all of one moment between two steps.
+
+    `num_blocks`, the null block excluded, are free or used; `cached_blocks` are free ones that a prefix can find.
+    """
+
+    running_requests: int
+    waiting_requests: int
+    num_blocks: int
+    free_blocks: int
+    used_blocks: int
+    cached_blocks: int
+    steps: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    preemptions: int
+    finished_requests: int
+    proposed_tokens: int
+    accepted_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +246,12 @@ class AdminClient:
         """
         request = admin_pb2.GetTopologyRequest()
         return topology_from(self._call(self._stub.GetTopology, request, timeout_s, wait_for_ready=wait_for_ready))
+
+    def stats(self, *, timeout_s: float = CALL_TIMEOUT_S, wait_for_ready: bool = False) -> StatsView:
+        """Return the counts of scheduler and block pool; `wait_for_ready` as in `topology`."""
+        request = admin_pb2.GetStatsRequest()
+        answer = self._call(self._stub.GetStats, request, timeout_s, wait_for_ready=wait_for_ready)
+        return dataclass_from(StatsView, answer)
 
     def reset_cache(
         self,
@@ -327,6 +386,7 @@ def _rank(message: admin_pb2.RankStatus) -> RankView:
         pod_name=place.pod_name,
         device=place.device.name,
         cores=tuple(place.device.cpus),
+        numa_nodes=tuple(place.device.numa_nodes),
         pinned=place.device.pinned,
         kv_heads=kv_heads,
         mlp_columns=mlp_columns,
@@ -335,7 +395,16 @@ def _rank(message: admin_pb2.RankStatus) -> RankView:
         embedding_rows=_range(message.shard.embedding_rows) if layers else None,
         head_rows=_range(message.shard.head_rows) if layers else None,
         layered=bool(layers) and None in (kv_heads, mlp_columns, experts),
+        stage=_stage(layers) if layers else None,
+        decode=dataclass_from(StepTimesView, message.decode),
+        prefill=dataclass_from(StepTimesView, message.prefill),
     )
+
+
+def _stage(layers: Sequence[ranks_pb2.LayerShard]) -> UnitRange:
+    """Return the first to the last layer of which any part is held."""
+    held = [index for index, layer in enumerate(layers) if any(_range(getattr(layer, name)).size for name in _UNITS)]
+    return UnitRange(held[0], held[-1] + 1) if held else UnitRange(0, 0)
 
 
 def _common(layers: Iterable[ranks_pb2.LayerShard], name: str) -> UnitRange | None:

@@ -6,16 +6,25 @@ import ctypes
 from pathlib import Path
 from typing import Final
 
-MEMINFO: Final = Path("/proc/meminfo")
-CGROUP_LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+from hetero_api.host.cgroup import cgroup_limits
 
 CGROUP_EVENTS: Final = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
 
 
-def total_memory_bytes(*, meminfo: Path = MEMINFO, cgroup_limits: tuple[Path, ...] = CGROUP_LIMITS) -> int:
-    """Bytes of memory that all processes here may use together."""
-    limits = [limit for path in cgroup_limits if (limit := _limit(path)) is not None]
-    return min([_mem_total(meminfo), *limits])
+def total_memory_bytes(root: Path = Path("/")) -> int:
+    """Return the bytes of memory that all processes here may use together. `root` is where /proc and /sys are."""
+    physical, limit = physical_memory_bytes(root), cgroup_limits(root).memory_bytes
+    return physical if limit is None else min(physical, limit)
+
+
+def physical_memory_bytes(root: Path = Path("/")) -> int:
+    """Return the bytes of the machine's memory. Raises OSError where the kernel does not tell."""
+    meminfo = root / "proc/meminfo"
+    for line in meminfo.read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemTotal":
+            return int(value.split()[0]) * 1024
+    raise OSError(f"{meminfo} lacks MemTotal")
 
 
 def out_of_memory_kills(*, cgroup_events: tuple[Path, ...] = CGROUP_EVENTS) -> int:
@@ -32,21 +41,6 @@ def _kills(path: Path) -> int | None:
     except OSError:  # No such controller.
         return None
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
-
-
-def _mem_total(meminfo: Path) -> int:
-    for line in meminfo.read_text(encoding="ascii").splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemTotal":
-            return int(value.split()[0]) * 1024
-    raise OSError(f"{meminfo} lacks MemTotal")
-
-
-def _limit(path: Path) -> int | None:
-    try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):  # No such controller, or "max".
-        return None
 
 
 def release_freed_memory() -> bool:

@@ -35,6 +35,7 @@ _OTHER_DISTANCE: Final = 20
 """Distance that firmware reports where nothing is known: ACPI 6.5, section 5.2.17 (SLIT)."""
 _NODE_FOLDER: Final = re.compile(r"node(\d+)")
 _MEMS_ALLOWED: Final = re.compile(r"^Mems_allowed_list:[ \t]*([\d,-]+)$", re.MULTILINE)
+_CPUS_ALLOWED: Final = re.compile(r"^Cpus_allowed_list:[ \t]*([\d,-]+)$", re.MULTILINE)
 _MEM_TOTAL: Final = re.compile(r"\bMemTotal:\s*(\d+) kB")
 
 
@@ -153,7 +154,16 @@ def allowed_memory_nodes(proc_root: Path = PROC_ROOT) -> frozenset[int] | None:
 
     The kubelet's Memory Manager narrows them with policy Static, `--cpuset-mems` of a container runtime does too.
     """
-    match = _MEMS_ALLOWED.search(read_text(proc_root / "self" / "status"))
+    return _allowed(_MEMS_ALLOWED, proc_root)
+
+
+def allowed_cpus(proc_root: Path = PROC_ROOT) -> frozenset[int] | None:
+    """CPUs that this process may run on; None where the kernel does not tell."""
+    return _allowed(_CPUS_ALLOWED, proc_root)
+
+
+def _allowed(line: re.Pattern[str], proc_root: Path) -> frozenset[int] | None:
+    match = line.search(read_text(proc_root / "self" / "status"))
     return frozenset(parse_cpu_list(match[1])) if match else None
 
 

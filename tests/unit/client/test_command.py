@@ -35,7 +35,12 @@ def test_version() -> None:
 
 @pytest.mark.parametrize(
     ("line", "word", "expected", "absent"),
-    [("hetero top", 1, "topology", "validate"), ("hetero validate --", 2, "--help", "--version")],
+    [
+        ("hetero top", 1, "topology", "validate"),
+        ("hetero validate --", 2, "--help", "--version"),
+        ("hetero do", 1, "doctor", "validate"),
+        ("hetero doctor --", 2, "--cluster", "--version"),
+    ],
 )
 def test_the_shell_completes_commands_and_options(line: str, word: int, expected: str, absent: str) -> None:
     asked = {"_HETERO_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(word)}
@@ -44,7 +49,9 @@ def test_the_shell_completes_commands_and_options(line: str, word: int, expected
     assert absent not in offered
 
 
-@pytest.mark.parametrize("command", ["up", "run", "validate", "generate", "chat", "ps", "topology", "down"])
+@pytest.mark.parametrize(
+    "command", ["up", "run", "validate", "doctor", "generate", "chat", "ps", "topology", "top", "bench", "down"]
+)
 def test_every_command_teaches_with_an_example(command: str) -> None:
     result = hetero(command, "--help")
     assert result.exit_code == EXIT_OK

@@ -15,7 +15,7 @@ import typer.core
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_USAGE, VERSION
 from hetero_api.errors import HeteroError, ManifestError
-from hetero_client.cli import asking, group_commands, key_commands, model_commands, plan_commands, serving
+from hetero_client.cli import asking, group_commands, inspecting, key_commands, model_commands, plan_commands, serving
 from hetero_client.cli.console import print_error
 from hetero_client.errors import ClientError, ProcessDiedError
 
@@ -85,10 +85,13 @@ app.command()(serving.up)
 app.command()(serving.run)
 app.command()(serving.validate)
 app.command()(plan_commands.plan)
+app.command()(inspecting.doctor)
 app.command()(asking.generate)
 app.command()(asking.chat)
 app.command()(group_commands.ps)
 app.command()(group_commands.topology)
+app.command()(inspecting.top)
+app.command()(inspecting.bench)
 app.command()(group_commands.down)
 app.command()(group_commands.reset_cache)
 app.command()(group_commands.sleep)

@@ -40,9 +40,13 @@ def placement_view(topology: GroupTopology, *, width: int) -> RenderableType:
         table, lines = _table(FULL_COLUMNS, [placement_cells(rank) for rank in topology.ranks]), formats
     else:
         table = _table(NARROW_COLUMNS, [placement_cells(rank, counts=False) for rank in topology.ranks])
-        devices = _lines((rank.rank, _device_words(rank) or (_NONE,)) for rank in topology.ranks)
-        lines = [*devices, *formats]
+        lines = [*device_lines(topology), *formats]
     return Group(table, *(Text(line) for line in lines)) if lines else table
+
+
+def device_lines(topology: GroupTopology) -> list[str]:
+    """Return a line for each different device, with its kernels and the ranks that have it."""
+    return _lines((rank.rank, _device_words(rank) or (_NONE,)) for rank in topology.ranks)
 
 
 def placement_cells(rank: RankView, *, counts: bool = True) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import grpc
 
-from hetero_api.contract import AUTHORIZATION_KEY
+from hetero_api.contract import AUTHORIZATION_KEY, MAX_DOOR_CONNECTIONS
 from hetero_api.errors import HeteroError
 from hetero_gateway.server.access.limits import Meters
 from hetero_gateway.server.access.principals import Guard
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 KEEPALIVE_MS: Final = 30_000
 KEEPALIVE_TIMEOUT_MS: Final = 15_000
 MIN_CLIENT_PING_MS: Final = 5_000
-MAX_CONNECTIONS: Final = 4096
+MAX_CONNECTIONS: Final = MAX_DOOR_CONNECTIONS
 MAX_CALLS: Final = 4096
 """Calls under way on one server; one more ends with RESOURCE_EXHAUSTED before its message is read."""
 MAX_METADATA_BYTES: Final = 16 * 1024

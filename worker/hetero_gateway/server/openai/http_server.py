@@ -19,11 +19,12 @@ import uvicorn
 from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from hetero_api.contract import MAX_DOOR_CONNECTIONS
 from hetero_gateway.server.errors import BindError
 from hetero_gateway.server.grpc_server import address
 from hetero_gateway.server.openai.answers import Failure
 
-MAX_CONNECTIONS: Final = 4096
+MAX_CONNECTIONS: Final = MAX_DOOR_CONNECTIONS
 MAX_HEAD_BYTES: Final = 16 * 1024
 """Request line and headers together; what came with them in one piece may be as much again."""
 HEAD_TIMEOUT_S: Final = 10.0
