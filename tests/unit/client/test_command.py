@@ -44,7 +44,7 @@ def test_the_shell_completes_commands_and_options(line: str, word: int, expected
     assert absent not in offered
 
 
-@pytest.mark.parametrize("command", ["up", "run", "validate", "generate", "chat", "ps", "topology", "down"])
+@pytest.mark.parametrize("command", ["up", "serve", "run", "validate", "generate", "chat", "ps", "topology", "down"])
 def test_every_command_teaches_with_an_example(command: str) -> None:
     result = hetero(command, "--help")
     assert result.exit_code == EXIT_OK
