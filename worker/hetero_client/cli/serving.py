@@ -178,7 +178,9 @@ def serve(
     ] = Quantization.NONE,
     max_model_len: Annotated[
         int | None,
-        typer.Option(min=16, metavar="TOKENS", help="Longest prompt plus completion. Default: the model's, at most 8192."),
+        typer.Option(
+            min=16, metavar="TOKENS", help="Longest prompt plus completion. Default: the model's own, at most 8192."
+        ),
     ] = None,
     keys: options.KeysOption = None,
     tls_dir: options.TlsFolderOption = None,
@@ -203,7 +205,8 @@ def serve(
     if dry_run:
         print_data(manifest.text.rstrip())
         return
-    up(keep_manifest(manifest, home=home), port=port, http_port=http_port, keys=keys, tls_dir=tls_dir, remeasure=remeasure)
+    file = keep_manifest(manifest, home=home)
+    up(file, port=port, http_port=http_port, keys=keys, tls_dir=tls_dir, remeasure=remeasure)
 
 
 @options.takes_sampling(*options.CHAT_SAMPLING)
