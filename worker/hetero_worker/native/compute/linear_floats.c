@@ -116,9 +116,9 @@ HC_INLINE void multiply_singly(const int rows, const int vectors, const int form
 /* The inputs at `w` and behind it, both of a panel, in pairs by column. */
 HC_INLINE void take_pairs(__m512i first, __m512i second, __m512bh pairs[HC_VECTORS]) {
     static const uint16_t COLUMNS[HC_VECTORS][2 * HC_LANES] = {
-        {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
-        {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
-         24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
+        {32, 0, 33, 1, 34, 2, 35, 3, 36, 4, 37, 5, 38, 6, 39, 7, 40, 8, 41, 9, 42, 10, 43, 11, 44, 12, 45, 13, 46, 14, 47, 15},
+        {48, 16, 49, 17, 50, 18, 51, 19, 52, 20, 53, 21, 54, 22, 55, 23,
+         56, 24, 57, 25, 58, 26, 59, 27, 60, 28, 61, 29, 62, 30, 63, 31}};
     HC_UNROLLED
     for (int v = 0; v < HC_VECTORS; v++)
         pairs[v] = (__m512bh)_mm512_permutex2var_epi16(first, _mm512_loadu_si512(COLUMNS[v]), second);
@@ -261,6 +261,11 @@ static void put_pairs_together(const hc_linear_op *op, uint64_t first, uint64_t 
             if (count)
                 memcpy(to, row + i, count * sizeof *to);
             memset(to + count, 0, (unit - count) * sizeof *to);
+            for (uint64_t p = 0; p < unit; p += 2) {
+                uint16_t first = to[p];
+                to[p] = to[p + 1];
+                to[p + 1] = first;
+            }
         }
     }
 }
