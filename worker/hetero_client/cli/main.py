@@ -19,7 +19,7 @@ from hetero_client.cli import asking, group_commands, key_commands, model_comman
 from hetero_client.cli.console import print_error
 from hetero_client.errors import ClientError, ProcessDiedError
 
-EPILOG = 'Start here:  hetero run smollm2-135m-instruct "Why is the sky blue?"   or   hetero serve smollm2-135m-instruct'
+EPILOG = 'Start here:  hetero run smollm2-135m-instruct "Why is the sky blue?"    then:  hetero serve MODEL'
 
 
 class ErrorBoundary(typer.core.TyperGroup):

@@ -1,7 +1,7 @@
 """The manifest of a model that a user named without one: all of this machine, as far as a first start needs.
 
-One rank a NUMA node, with all of its cores but those that launch work on GPUs, and one rank a GPU. Which of them compute
-what is decided when they have said how fast they are (placement mode Auto).
+One rank a NUMA node, with all of its cores but those that launch work on GPUs, and one rank a GPU. Which of them
+compute what is decided when they have said how fast they are (placement mode Auto).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
-from hetero_api.contract import API_VERSION, KIND
+from hetero_api.contract import API_VERSION, GROUP, KIND
 from hetero_api.host.gpus import Gpu
 from hetero_api.host.topology import LogicalCore
 from hetero_api.spec_pools import GpuSpec
@@ -31,7 +31,7 @@ def make_manifest(
     """
     pools = [*_gpu_pool(gpus), *_cpu_pool(cores, len(gpus))]
     return {
-        "apiVersion": API_VERSION,
+        "apiVersion": f"{GROUP}/{API_VERSION}",
         "kind": KIND,
         "metadata": {"name": name},
         "spec": {"model": {"uri": uri, **model}, "pools": pools},

@@ -164,6 +164,7 @@ class AdminRpcs:
         """Load an adapter on all ranks while requests run, if need be in place of another. Needs READY."""
         epoch = self._require("LoadAdapter", GroupState.READY)
         adapter = self._group.adapters.new(request.name, request.directory)
+        self._group.adapters.room_or_refuse()
         await self._run("LoadAdapter", self._load_adapter(epoch, adapter))
         return admin_pb2.LoadAdapterResponse()
 
@@ -248,10 +249,7 @@ class AdminRpcs:
     async def _load_adapter(self, epoch: Epoch, adapter: Adapter) -> None:
         adapters = self._group.adapters
         async with self._core.hold():
-            room = adapters.room()
-            if room is None:
-                raise WrongState("requests use as many adapters as spec.engine.adapters.maxLoaded allows; try later")
-            number, former = room
+            number, former = adapters.room_or_refuse()
             if former is not None:
                 adapters.place(former, 0)
                 await self._unload(epoch, former)

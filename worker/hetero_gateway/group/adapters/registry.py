@@ -115,6 +115,13 @@ class AdapterRegistry:
                 return each.number, each
         return None
 
+    def room_or_refuse(self) -> tuple[int, Adapter | None]:
+        """As `room`. Raises WrongState where there is none."""
+        room = self.room()
+        if room is None:
+            raise WrongState("requests use as many adapters as spec.engine.adapters.maxLoaded allows; try again later")
+        return room
+
     def place(self, adapter: Adapter, number: int) -> None:
         """Note the number that an adapter is loaded under from now on; 0: it is loaded no more."""
         self._adapters.pop(adapter.name, None)
