@@ -247,7 +247,9 @@ class AdaptersSpec(SpecModel):
     """LoRA adapters, which are loaded and unloaded while the group serves."""
 
     max_loaded: Annotated[int, Field(ge=0, le=64)] = 0
-    """Most adapters at a time. Every rank keeps memory for so many of maxRank. 0: none can be loaded."""
+    """Most adapters in the ranks' memory at a time, each of up to maxRank. 0: none can be loaded. A group knows up to
+    1,024: one that is loaded, or that a request asks for, takes the place of the one that was used least recently.
+    """
     max_rank: Annotated[int, Field(ge=1, le=256)] = 16
     """Largest rank of an adapter."""
     roots: Annotated[list[HostFolder], Field(max_length=8)] = Field(default_factory=list)

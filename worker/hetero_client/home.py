@@ -2,6 +2,7 @@
 
 $HETERO_HOME            default $XDG_CACHE_HOME/hetero, or ~/.cache/hetero
 ├── downloads/          wheels and the like, kept so that a fetch can be repeated offline
+├── made/               manifests that `hetero serve` and `hetero run` made of models
 ├── measured/           measurements of ranks, for the next start of the same group
 ├── models/hf/ORG/NAME  links to model directories; NAME@REVISION where one was asked for
 ├── models/pypi/…       model directories that were made of PyPI packages
@@ -29,6 +30,8 @@ class HeteroHome:
         self.root = root
         self.downloads = root / "downloads"
         """Folder of downloaded archives."""
+        self.made = root / "made"
+        """Folder of manifests that were made of models."""
         self.measured = root / "measured"
         """Folder of ranks' measurements."""
         self.models = root / "models"

@@ -41,6 +41,8 @@ PARSERS: Final[Mapping[str, str]] = {
     "DeepSeekV3": "deepseek", "DeepSeekV31": "deepseek31", "Glm": "glm45_moe", "MiniMaxM2": "minimax_m2",
 }  # fmt: skip
 """SMG's parser of each family's calls. It knows GPT-OSS by itself."""
+POLICIES: Final = ("cache_aware", "round_robin", "random", "power_of_two")
+"""Ways to choose a gateway for a prompt."""
 CALL_S: Final = 5.0
 """Longest wait for one answer of a gateway at the start."""
 PAUSE_S: Final = 1.0
@@ -64,6 +66,8 @@ class RouterConfig:
     """File with a line `TENANT:KEY` for each key; None: callers need none."""
     tls_dir: Path | None
     """Folder with tls.crt and tls.key; None: no TLS."""
+    policy: str
+    """One of POLICIES."""
 
     @classmethod
     def from_command_line(cls, arguments: Sequence[str]) -> RouterConfig:
@@ -80,6 +84,10 @@ class RouterConfig:
         )  # fmt: skip
         add("--keys", type=Path, metavar="FILE", help="file with lines TENANT:KEY; default: callers need no key")
         add("--tls-dir", type=Path, metavar="DIR", help="folder with tls.crt and tls.key; default: no TLS")
+        add(
+            "--policy", choices=POLICIES, default=POLICIES[0],
+            help="way to choose a gateway for a prompt; default: %(default)s, the one that has its prefix",
+        )  # fmt: skip
         given = vars(parser.parse_args(arguments))
         return cls(**{**given, "gateways": tuple(given["gateways"])})
 
@@ -174,7 +182,7 @@ def router_settings(config: RouterConfig, engine: Engine, keys: Sequence[tuple[s
         "prometheus_host": config.host,
         "prometheus_port": config.metrics_port,
         "worker_urls": [f"grpc://{gateway}" for gateway in config.gateways],
-        "policy": "cache_aware",
+        "policy": config.policy,
         "block_size": engine.block_size,
         "parser": "symphony",
         "tool_call_parser": engine.parser,

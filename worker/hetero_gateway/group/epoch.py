@@ -266,7 +266,7 @@ class Epoch:
 
     async def _load_adapters(self) -> None:
         """Load what was loaded in the last epoch. Raises EpochEnded: requests that go on may need any of them."""
-        for adapter in self._adapters:
+        for adapter in self._adapters.loaded:
             try:
                 await self.command(adapter.command())
             except CommandFailed as error:

@@ -121,7 +121,8 @@ class Gateway:
         # The admin port's health is the process's; the inference port's is the replica's.
         self._health = HealthServicer([WHOLE_SERVER, *GATEWAY_SERVICES])
         self._admin_health = HealthServicer([WHOLE_SERVER, _ADMIN_SERVICE, *GATEWAY_SERVICES])
-        reader, in_flight, metrics = RequestReader(model, self.group.adapters), self._in_flight, self.metrics
+        reader = RequestReader(model, self.group.adapters, self._rpcs.loaded_adapter)
+        in_flight, metrics = self._in_flight, self.metrics
         call_tracer = None if tracer is None else CallTracer(tracer, model=self._name)
         intake = Intake(self.core, self._meters, tracer=call_tracer, adapters=self.group.adapters)
         self._router: grpc.aio.Server | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
@@ -44,11 +44,17 @@ T = TypeVar("T")
 class RequestReader:
     """Reader of one model's requests. Used by one asyncio loop."""
 
-    def __init__(self, model: ServedModel, adapters: AdapterRegistry | None = None) -> None:
-        """`adapters` None: there are none."""
+    def __init__(
+        self,
+        model: ServedModel,
+        adapters: AdapterRegistry | None = None,
+        load: Callable[[str], Awaitable[Adapter]] | None = None,
+    ) -> None:
+        """`adapters` None: there are none. `load` returns one of them, loaded; see `AdminRpcs.loaded_adapter`."""
         config, settings = model.engine_config, model.group_settings
         self._names = frozenset({"", settings.name, *names_of_weights(model.info.model_uri)})
         self._adapters = adapters or AdapterRegistry(settings.spec.engine.adapters, taken=self._names)
+        self._load = load
         self._tokenizer = model.tokenizer
         self._vocab_size = config.vocab_size
         self._max_model_len = config.max_model_len
@@ -94,6 +100,9 @@ class RequestReader:
             constraint = await self.run(
                 lambda: answer.constraint(named, prompt_end=end), cost=_cost(request, request.chat)
             )
+        compiled = None if constraint is None else await self._constraints.compile(constraint)
+        if adapter is not None and self._load is not None:
+            adapter = await self._load(adapter.name)
         return GenerationRequest(
             request_id=request.request_id or uuid.uuid4().hex,
             prompt_token_ids=prompt,
@@ -102,7 +111,7 @@ class RequestReader:
             stop=tuple(params.stop),
             stop_token_ids=frozenset(params.stop_token_ids),
             ignore_eos=params.ignore_eos,
-            constraint=None if constraint is None else await self._constraints.compile(constraint),
+            constraint=compiled,
             cache_salt=request.cache_salt if adapter is None else f"{adapter.salt}{request.cache_salt}",
             adapter=0 if adapter is None else adapter.number,
             deadline_s=deadline_s,
@@ -113,13 +122,13 @@ class RequestReader:
         )
 
     def _adapter_of(self, name: str) -> Adapter | None:
-        """Return the adapter of this name; None for the model's own. Raises InvalidArguments."""
+        """Return the adapter of this name, loaded or not; None for the model's own. Raises InvalidArguments."""
         if name in self._names:
             return None
         adapter = self._adapters.find(name)
         if adapter is None:
-            loaded = ", ".join(repr(each.name) for each in self._adapters) or "none"
-            raise InvalidArguments([Violation("model", f"{name!r:.80} is not served here; adapters loaded: {loaded}")])
+            known = ", ".join(repr(each.name) for each in self._adapters) or "none"
+            raise InvalidArguments([Violation("model", f"{name!r:.80} is not served here; adapters known: {known}")])
         return adapter
 
     def prompt_end(self, prompt: Sequence[int]) -> str:

@@ -38,14 +38,16 @@ FLAGS: Final = ("-std=c11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contrac
 """Sums must round after each addition, and stay in order: never -ffast-math."""
 _KERNEL_FLAGS: Final = ("-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
 """Products may be rounded with the sum that they go into; the order of sums is as written."""
+_AVX2: Final = ("-mavx2", "-mfma", "-mf16c", "-mprfchw")
+_AVX512: Final = (
+    *_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=512",
+)  # fmt: skip
 _X86_INSTRUCTION_SETS: Final = {
     "generic": (),
-    "avx2": ("-mavx2", "-mfma", "-mf16c", "-mprfchw"),
-    "avx512": (
-        "-mavx2", "-mfma", "-mf16c", "-mprfchw", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni",
-        "-mprefer-vector-width=512",
-    ),
-}  # fmt: skip
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512_bf16": (*_AVX512, "-mavx512bf16"),
+}
 _ONCE: Final = ("attend_scratch.c", "barrier.c", "library.c", "pack.c", "supports.c", "team.c")
 """Files of the compute library that are compiled without an instruction set's flags; the others are its kernels."""
 _ROUNDED: Final = ("route.c",)

@@ -1,11 +1,15 @@
 /* y = x · Wᵀ + bias for weights that are floats: all sums are of float32, with one rounding for product and addition
  * where the machine has it.
  *
+ * bfloat16 rows meet bfloat16 weights in pairs of inputs, where the machine has that (AVX512_BF16): twice the products an
+ * instruction, whose sums are of float32 as well; it takes the second of a pair first, and subnormal numbers for 0.
+ *
  * A sum is made input by input, from the first to the last of HC_BLOCK, and the blocks' sums are added in their order: so it
  * is the same for all numbers of rows. Few tiles of rows read the weights as they are stored and widen them in registers;
  * where there are more, a block of a panel is widened once, to a buffer that stays in cache.
  *
- * Rows of x are put together so that a tile's are read one after another: [inputs / 16][rows][16]. */
+ * Rows of x are put together so that a tile's are read one after another: [inputs / 16][rows][16], of pairs in place of
+ * inputs where they meet in pairs. */
 #include "linear.h"
 #include "small_floats.h"
 #include "tiles.h"
@@ -20,6 +24,7 @@
 #define TILE 2
 #define VECTORS 1
 #endif
+#define PAIRS HC_FORMATS /* a format of its own: HC_BF16 that meets bfloat16 rows */
 #define AT_ONCE(rows) ((rows) <= 2 ? HC_VECTORS : VECTORS)
 #define WIDEN_FROM 3                /* tiles: to widen a block in registers twice takes no longer than once to a buffer */
 #define TILES_AT_ONCE 16u           /* so that their part of the result stays in cache from block to block */
@@ -51,7 +56,7 @@ HC_INLINE f32x16 widened(const char *p, int format) {
     }
 }
 
-HC_INLINE void multiply(const int rows, const int vectors, const int format, const hc_piece *piece) {
+HC_INLINE void multiply_singly(const int rows, const int vectors, const int format, const hc_piece *piece) {
     const uint64_t vector = HC_LANES * hc_float_width(format), step = HC_VECTORS * vector;
     const uint16_t *scales = piece->scales;
     uint64_t of_group = piece->left;
@@ -107,6 +112,86 @@ HC_INLINE void multiply(const int rows, const int vectors, const int format, con
     hc_write_tile(&piece->corner, (uint64_t)rows, (uint64_t)vectors, out, piece->is_first, piece->is_last);
 }
 
+#if defined(__AVX512BF16__)
+/* The inputs at `w` and behind it, both of a panel, in pairs by column. */
+HC_INLINE void take_pairs(__m512i first, __m512i second, __m512bh pairs[HC_VECTORS]) {
+    static const uint16_t COLUMNS[HC_VECTORS][2 * HC_LANES] = {
+        {32, 0, 33, 1, 34, 2, 35, 3, 36, 4, 37, 5, 38, 6, 39, 7, 40, 8, 41, 9, 42, 10, 43, 11, 44, 12, 45, 13, 46, 14, 47, 15},
+        {48, 16, 49, 17, 50, 18, 51, 19, 52, 20, 53, 21, 54, 22, 55, 23,
+         56, 24, 57, 25, 58, 26, 59, 27, 60, 28, 61, 29, 62, 30, 63, 31}};
+    HC_UNROLLED
+    for (int v = 0; v < HC_VECTORS; v++)
+        pairs[v] = (__m512bh)_mm512_permutex2var_epi16(first, _mm512_loadu_si512(COLUMNS[v]), second);
+}
+
+HC_INLINE void add_pairs(const int rows, const uint32_t *x, const __m512bh pairs[HC_VECTORS],
+                         __m512 sums[HC_MAX_TILE][HC_VECTORS]) {
+    HC_UNROLLED
+    for (int r = 0; r < rows; r++) {
+        __m512bh one = (__m512bh)_mm512_set1_epi32((int)x[r * HC_LANES]);
+        HC_UNROLLED
+        for (int v = 0; v < HC_VECTORS; v++)
+            sums[r][v] = _mm512_dpbf16_ps(sums[r][v], one, pairs[v]);
+    }
+}
+
+HC_INLINE void multiply_pairs(const int rows, const hc_piece *piece) {
+    const uint64_t step = HC_PANEL * sizeof(uint16_t);
+    if (rows > 1)
+        hc_ask_for_corner(&piece->corner, (uint64_t)rows, HC_VECTORS);
+    __m512 sums[HC_MAX_TILE][HC_VECTORS];
+    HC_UNROLLED
+    for (int r = 0; r < rows; r++)
+        HC_UNROLLED
+        for (int v = 0; v < HC_VECTORS; v++)
+            sums[r][v] = _mm512_setzero_ps();
+    const uint32_t *x = (const uint32_t *)piece->x;
+    const char *w = piece->w;
+    __m512bh pairs[HC_VECTORS];
+    for (uint64_t left = piece->count, at = 0; left; at += 2 * piece->ahead_step) {
+        uint64_t now = left < 2 * HC_LANES ? left : 2 * HC_LANES;
+        hc_ask_for(&piece->ahead, at);
+        hc_ask_for(&piece->ahead, at + piece->ahead_step);
+        for (uint64_t i = 0; i < now / 2; i++, w += 2 * step) {
+            take_pairs(_mm512_loadu_si512(w), _mm512_loadu_si512(w + step), pairs);
+            add_pairs(rows, x + i, pairs, sums);
+        }
+        if (now % 2) {
+            take_pairs(_mm512_loadu_si512(w), _mm512_setzero_si512(), pairs);
+            add_pairs(rows, x + now / 2, pairs, sums);
+        }
+        x += rows * HC_LANES;
+        left -= now;
+    }
+    f32x16 out[HC_MAX_TILE * HC_VECTORS];
+    HC_UNROLLED
+    for (int r = 0; r < rows; r++)
+        HC_UNROLLED
+        for (int v = 0; v < HC_VECTORS; v++)
+            out[r * HC_VECTORS + v] = (f32x16)sums[r][v];
+    hc_write_tile(&piece->corner, (uint64_t)rows, HC_VECTORS, out, piece->is_first, piece->is_last);
+}
+#endif
+
+/* Whether rows and weights meet in pairs of inputs. */
+static int has_pairs(const hc_linear_op *op) {
+#if defined(__AVX512BF16__)
+    return op->type == HC_BF16 && op->weight->format == HC_BF16;
+#else
+    return (void)op, 0;
+#endif
+}
+
+HC_INLINE void multiply(const int rows, const int vectors, const int format, const hc_piece *piece) {
+#if defined(__AVX512BF16__)
+    if (format == PAIRS) {
+        multiply_pairs(rows, piece);
+        return;
+    }
+#endif
+    multiply_singly(rows, vectors, format, piece);
+}
+
 #define ROWS_CASE(n)                                                                                                  \
     case n:                                                                                                            \
         if (n <= TILE)                                                                                                 \
@@ -133,9 +218,16 @@ static void multiply_f16(uint64_t rows, const hc_piece *piece) { multiply_rows(r
 
 static void multiply_f8(uint64_t rows, const hc_piece *piece) { multiply_rows(rows, HC_F8, piece); }
 
+#if defined(__AVX512BF16__)
+static void multiply_paired(uint64_t rows, const hc_piece *piece) { multiply_rows(rows, PAIRS, piece); }
+#else
+#define multiply_paired multiply_bf16 /* nobody asks for it */
+#endif
+
 typedef void multiplier(uint64_t rows, const hc_piece *piece);
-static multiplier *const MULTIPLIERS[HC_FORMATS] = {
+static multiplier *const MULTIPLIERS[HC_FORMATS + 1] = {
     [HC_F32] = multiply_f32, [HC_BF16] = multiply_bf16, [HC_F16] = multiply_f16, [HC_F8] = multiply_f8,
+    [PAIRS] = multiply_paired,
     /* that have no inputs */
     [HC_I8] = multiply_f32,  [HC_I4] = multiply_f32,    [HC_F4] = multiply_f32};
 
@@ -158,19 +250,44 @@ static void put_together(const hc_linear_op *op, uint64_t first, uint64_t rows, 
     }
 }
 
+/* The same of bfloat16 rows, as they are. */
+static void put_pairs_together(const hc_linear_op *op, uint64_t first, uint64_t rows, uint16_t *out) {
+    uint64_t in = op->weight->in, unit = 2 * HC_LANES;
+    for (uint64_t r = 0; r < rows; r++) {
+        const uint16_t *row = first + r < op->op.rows ? hc_at(op->x, (first + r) * op->x_stride, HC_BF16) : NULL;
+        for (uint64_t i = 0; i < in; i += unit) {
+            uint64_t count = !row ? 0 : in - i < unit ? in - i : unit;
+            uint16_t *to = out + i * rows + r * unit;
+            if (count)
+                memcpy(to, row + i, count * sizeof *to);
+            memset(to + count, 0, (unit - count) * sizeof *to);
+            for (uint64_t p = 0; p < unit; p += 2) {
+                uint16_t first = to[p];
+                to[p] = to[p + 1];
+                to[p + 1] = first;
+            }
+        }
+    }
+}
+
 /* Rows of x as multiply wants them. */
 typedef struct {
     const hc_linear_op *op;
     hc_tiles tiles;
-    const float *x;
+    const float *x; /* or pairs, of a float's width */
     uint64_t row_floats;
     float *sums; /* see hc_corner */
+    int in_pairs;
 } hc_rows;
 
 static void put_tiles(const hc_rows *rows, float *out, uint64_t begin, uint64_t end) {
     for (uint64_t tile = begin; tile < end; tile++) {
         uint64_t first = hc_tile_begin(&rows->tiles, tile), behind = hc_tile_begin(&rows->tiles, tile + 1);
-        put_together(rows->op, first, behind - first, out + first * rows->row_floats);
+        float *to = out + first * rows->row_floats;
+        if (rows->in_pairs)
+            put_pairs_together(rows->op, first, behind - first, (uint16_t *)to);
+        else
+            put_together(rows->op, first, behind - first, to);
     }
 }
 
@@ -196,9 +313,9 @@ static const uint16_t *scales_at(const hc_weight *weight, uint64_t panel, uint64
 
 static void multiply_tile(const hc_rows *rows, uint64_t first, uint64_t count, const hc_block *block, hc_ahead ahead) {
     const hc_weight *weight = rows->op->weight;
-    uint64_t at_once = AT_ONCE(count);
+    uint64_t at_once = AT_ONCE(count), format = rows->in_pairs ? (uint64_t)PAIRS : block->format;
     hc_piece piece = {.w = block->w,
-                      .x = rows->x + first * rows->row_floats + block->begin * count,
+                      .x = rows->x + first * rows->row_floats + block->begin * count / (rows->in_pairs ? 2 : 1),
                       .count = block->behind - block->begin,
                       .ahead = ahead,
                       .ahead_step = HC_LANES * bytes_of_input(weight),
@@ -211,7 +328,7 @@ static void multiply_tile(const hc_rows *rows, uint64_t first, uint64_t count, c
     }
     for (uint64_t v = 0; v < HC_VECTORS; v += at_once) {
         piece.corner = hc_corner_of(rows->op, rows->sums, first, block->panel * HC_PANEL + v * HC_LANES);
-        MULTIPLIERS[block->format](count, &piece);
+        MULTIPLIERS[format](count, &piece);
         piece.w += at_once * HC_LANES * hc_float_width(block->format);
         piece.scales += block->format == HC_F8 ? at_once * HC_LANES : 0;
         piece.ahead.bytes = 0; /* it is asked for already */
@@ -263,7 +380,8 @@ static void multiply_tiles(const hc_rows *rows, const hc_part *part, uint64_t be
         uint64_t at = begin;
         do {
             hc_block block = block_of(weight, panel, at, behind);
-            if (weight->format != HC_F32 && part->behind_tiles - part->first_tile >= WIDEN_FROM) {
+            uint64_t num_tiles = part->behind_tiles - part->first_tile;
+            if (weight->format != HC_F32 && !rows->in_pairs && num_tiles >= WIDEN_FROM) {
                 if (weight->format == HC_F8)
                     widen_scaled(weight, &block, buffer);
                 else
@@ -303,7 +421,9 @@ void HC_NAME(linear_floats)(const hc_op *any, hc_crew *crew, uint64_t member) {
     const hc_weight *weight = op->weight;
     hc_tiles tiles = hc_tiles_of(op->op.rows, TILE);
     hc_part part = hc_part_of(tiles.count, hc_panels(weight), crew->size, member);
-    hc_rows rows = {op, tiles, op->x, hc_row_bytes(weight) / sizeof(float), NULL};
+    hc_rows rows = {op, tiles, op->x, hc_row_bytes(weight) / sizeof(float), NULL, has_pairs(op)};
+    if (rows.in_pairs)
+        rows.row_floats = hc_round_up(weight->in, 2 * HC_LANES) / 2;
     uint64_t copies = !hc_copies_rows(op) ? 0 : op->op.rows <= HC_FEW_ROWS ? crew->size : 1;
     if (hc_sums_bytes(op))
         rows.sums = (float *)((char *)op->scratch + copies * hc_rows_bytes(op));

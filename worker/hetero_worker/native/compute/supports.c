@@ -4,6 +4,7 @@
 int HC_SUPPORTS(generic)(void);
 int HC_SUPPORTS(avx2)(void);
 int HC_SUPPORTS(avx512)(void);
+int HC_SUPPORTS(avx512_bf16)(void);
 
 int HC_SUPPORTS(generic)(void) { return 1; }
 
@@ -24,5 +25,11 @@ int HC_SUPPORTS(avx512)(void) {
     return HC_SUPPORTS(avx2)() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512vnni");
+}
+
+/* Nor is this one's name known to every compiler. */
+int HC_SUPPORTS(avx512_bf16)(void) {
+    unsigned a, b, c, d;
+    return HC_SUPPORTS(avx512)() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
 }
 #endif

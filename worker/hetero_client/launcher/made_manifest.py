@@ -1,0 +1,61 @@
+"""The manifest of a model that a user named without one: all of this machine, as far as a first start needs.
+
+One rank a NUMA node, with all of its cores but those that launch work on GPUs, and one rank a GPU. Which of them
+compute what is decided when they have said how fast they are (placement mode Auto).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final
+
+from hetero_api.contract import API_VERSION, GROUP, KIND
+from hetero_api.host.gpus import Gpu
+from hetero_api.host.topology import LogicalCore
+from hetero_api.spec_pools import GpuSpec
+
+MODEL_LENGTH: Final = 8192
+"""Longest prompt plus completion of a manifest that is made, where the model allows so many tokens."""
+MAX_NAME_CHARS: Final = 40
+_GPU_CORES: Final[int] = GpuSpec.model_fields["cores_per_rank"].default
+
+
+def make_manifest(
+    uri: str, *, name: str, cores: Sequence[LogicalCore], gpus: Sequence[Gpu], model: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a HeteroInference of the model at `uri` on these cores and GPUs.
+
+    `name`: of the resource; see `resource_name`. `model`: further fields of spec.model.
+    """
+    pools = [*_gpu_pool(gpus), *_cpu_pool(cores, len(gpus))]
+    return {
+        "apiVersion": f"{GROUP}/{API_VERSION}",
+        "kind": KIND,
+        "metadata": {"name": name},
+        "spec": {"model": {"uri": uri, **model}, "pools": pools},
+    }
+
+
+def resource_name(text: str) -> str:
+    """Return a resource's name that is like a model's: a DNS label that begins with a letter."""
+    words = re.sub(r"[^a-z0-9]+", "-", text.lower()).lstrip("-0123456789")[:MAX_NAME_CHARS].strip("-")
+    return words or "model"
+
+
+def _gpu_pool(gpus: Sequence[Gpu]) -> list[dict[str, Any]]:
+    if not gpus:
+        return []
+    return [{"name": "gpu", "type": "GPU", "ranks": len(gpus), "ranksPerPod": len(gpus)}]
+
+
+def _cpu_pool(cores: Sequence[LogicalCore], num_gpus: int) -> list[dict[str, Any]]:
+    """Return the pool of CPU ranks; none where launching work on GPUs takes all cores."""
+    found = Counter(node for _, node in {(core.physical, core.node) for core in cores})
+    # Ranks of a pool are equal: a node with few cores would make all others small.
+    nodes = [count for count in found.values() if 2 * count >= max(found.values())]
+    cores_per_rank = min(nodes) - -(-_GPU_CORES * num_gpus // len(nodes))
+    if cores_per_rank < 1:
+        return []
+    return [{"name": "cpu", "type": "CPU", "ranks": len(nodes), "cpu": {"coresPerRank": cores_per_rank}}]
