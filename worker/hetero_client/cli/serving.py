@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hetero_client.home import HeteroHome
     from hetero_client.launcher.commands import DoorFiles
     from hetero_client.launcher.local_group import LocalGroup, LocalGroupConfig, StartTimes
+    from hetero_client.launcher.made_manifest import MadeManifest
 
 
 class Quantization(StrEnum):
@@ -197,16 +198,14 @@ def serve(
     Then, in another terminal: hetero chat, hetero generate, hetero topology. For anything that the options do not
     say, edit the manifest and start it with hetero up.
     """
-    from hetero_client.cli.made_manifests import describe_model, keep_manifest
     from hetero_client.home import HeteroHome
 
     home = HeteroHome.from_environment()
-    manifest = describe_model(model, home=home, quantization=quantization, max_model_len=max_model_len)
+    manifest = _made_manifest(model, home, quantization=quantization, max_model_len=max_model_len)
     if dry_run:
         print_data(manifest.text.rstrip())
         return
-    file = keep_manifest(manifest, home=home)
-    up(file, port=port, http_port=http_port, keys=keys, tls_dir=tls_dir, remeasure=remeasure)
+    up(_kept(manifest, home), port=port, http_port=http_port, keys=keys, tls_dir=tls_dir, remeasure=remeasure)
 
 
 @options.takes_sampling(*options.CHAT_SAMPLING)
@@ -231,13 +230,35 @@ def run(
     With --json the answer and the figures are one JSON object.
     """
     from hetero_client.cli.asking import conversation
-    from hetero_client.cli.made_manifests import manifest_of
     from hetero_client.home import HeteroHome
+    from hetero_client.launcher.made_manifest import MANIFEST_SUFFIXES
 
     home = HeteroHome.from_environment()
-    file = manifest_of(source, home=home)
+    is_file = source.endswith(MANIFEST_SUFFIXES)
+    file = Path(source) if is_file else _kept(_made_manifest(source, home), home)
     config = prepare(file, port=port, http_port=None, model=model, home=home, with_forkserver=True, remeasure=remeasure)
     answer_once(config, conversation(prompt, system=system), sampling=sampling, home=home, as_json=as_json)
+
+
+def _made_manifest(
+    model: str, home: HeteroHome, *, quantization: str = Quantization.NONE, max_model_len: int | None = None
+) -> MadeManifest:
+    """Return a manifest of a model, which is fetched if it is not here."""
+    from hetero_client.cli.model_commands import show_progress
+    from hetero_client.launcher.made_manifest import MadeManifest
+
+    with errors().status("fetching") as status:
+        return MadeManifest.of_model(
+            model, home=home, report=lambda text: show_progress(status, text), quantization=quantization,
+            max_model_len=max_model_len,
+        )  # fmt: skip
+
+
+def _kept(manifest: MadeManifest, home: HeteroHome) -> Path:
+    """Keep a manifest and show it; return its path."""
+    path = manifest.keep(home)
+    print_note(f"{manifest.text.rstrip()}\nkept as {path}; start it again with: hetero up {path}")
+    return path
 
 
 def validate(

@@ -6,20 +6,69 @@ compute what is decided when they have said how fast they are (placement mode Au
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-from hetero_api.contract import API_VERSION, GROUP, KIND
-from hetero_api.host.gpus import Gpu
-from hetero_api.host.topology import LogicalCore
-from hetero_api.spec_pools import GpuSpec
+import yaml
 
+from hetero_api.contract import API_VERSION, GROUP, KIND
+from hetero_api.host.gpus import Gpu, visible_gpus
+from hetero_api.host.topology import CpuTopology, LogicalCore
+from hetero_api.spec_pools import GpuSpec
+from hetero_client.home import HeteroHome
+from hetero_client.model_store.resolve import obtain_model
+from hetero_client.model_store.store import ModelStore, Report, check_model_directory
+
+MANIFEST_SUFFIXES: Final = (".yaml", ".yml")
 MODEL_LENGTH: Final = 8192
 """Longest prompt plus completion of a manifest that is made, where the model allows so many tokens."""
 MAX_NAME_CHARS: Final = 40
 _GPU_CORES: Final[int] = GpuSpec.model_fields["cores_per_rank"].default
+
+
+@dataclass(frozen=True, slots=True)
+class MadeManifest:
+    """A manifest, as YAML, and its resource's name."""
+
+    name: str
+    text: str
+
+    @classmethod
+    def of_model(
+        cls,
+        what: str,
+        *,
+        home: HeteroHome,
+        report: Report,
+        quantization: str = "none",
+        max_model_len: int | None = None,
+    ) -> MadeManifest:
+        """Return a manifest that serves a model on all of this machine; fetch the model first if it is not here.
+
+        `max_model_len` None: the model's own, at most MODEL_LENGTH. Raises ModelStoreError.
+        """
+        uri, directory = obtain_model(what, ModelStore(home), report=report)
+        length = max_model_len or min(check_model_directory(directory).max_position, MODEL_LENGTH)
+        fields: dict[str, Any] = {"maxModelLen": length}
+        if quantization != "none":
+            fields["quantization"] = str(quantization)
+        name = resource_name(PurePosixPath(what).name.removesuffix(".gguf"))
+        manifest = make_manifest(
+            uri, name=name, cores=CpuTopology.of_this_process().cores, gpus=visible_gpus(os.environ), model=fields
+        )
+        return cls(name, yaml.safe_dump(manifest, sort_keys=False))
+
+    def keep(self, home: HeteroHome) -> Path:
+        """Write it to the home folder; return its path."""
+        home.made.mkdir(parents=True, exist_ok=True)
+        path = home.made / f"{self.name}.yaml"
+        path.write_text(self.text, encoding="utf-8")
+        return path
 
 
 def make_manifest(
