@@ -223,6 +223,7 @@ SETTINGS: Final = (
     Setting("kubeconfig", _path, "", "kubeconfig file; none: the pod's account, or KUBECONFIG"),
     Setting("namespaces", _namespaces, "", "namespaces that are looked after, commas between; none: all"),
     Setting("gateway_image", _required, f"{IMAGES}/gateway:{VERSION}", "image of gateways"),
+    Setting("router_image", _required, f"{IMAGES}/router:{VERSION}", "image of routers"),
     Setting("cpu_worker_image", _required, f"{IMAGES}/worker-cpu:{VERSION}", "image of CPU ranks"),
     Setting("gpu_worker_image", _required, f"{IMAGES}/worker-gpu:{VERSION}", "image of GPU ranks"),
     Setting("cluster_domain", _text(_DNS_NAME, "DNS domain"), "cluster.local", "DNS domain of the cluster"),

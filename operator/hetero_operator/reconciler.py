@@ -102,8 +102,8 @@ class _View:
     """A resource, its objects, Secrets too, and its pods, as they were at a moment."""
 
     resource: Object
-    owned: list[Object]
-    pods: list[Object]
+    owned: Sequence[Object]
+    pods: Sequence[Object]
     waiting: Mapping[str, float]
     """Ages, in seconds, of what should have gone on by now, by uid."""
     at: datetime

@@ -33,10 +33,14 @@ LABEL_REPLICA: Final = f"{GROUP}/replica"
 """The replica that an object belongs to, by its ordinal; objects of replica 0 have no such label."""
 LABEL_RESPONDER: Final = f"{GROUP}/responder"
 """The resource that a responder stands for; its pod is no part of a replica, and so has no LABEL_NAME."""
+LABEL_ROUTER: Final = f"{GROUP}/router"
+"""The resource that a router's pod routes to; it is no part of a replica, and so has no LABEL_NAME."""
 ROLE_GATEWAY: Final = "gateway"
 ROLE_RANK: Final = "rank"
 COMPONENT_RESPONDER: Final = "responder"
 """`app.kubernetes.io/component` of a responder's objects."""
+COMPONENT_ROUTER: Final = "router"
+"""`app.kubernetes.io/component` of a router's objects."""
 
 # --- annotations ---------------------------------------------------------------------------------------
 ANNOTATION_APPLIED: Final = f"{GROUP}/applied"
@@ -62,6 +66,8 @@ ADMIN_PORT: Final = 50052
 """`hetero.v1.Admin`."""
 RANKS_PORT: Final = 50053
 """`hetero.v1.Ranks`: only ranks dial it."""
+ROUTER_PORT: Final = 50054
+"""`vllm.grpc.engine.VllmEngine`: only a router dials it."""
 METRICS_PORT: Final = 9090
 """Prometheus metrics over HTTP; of the gateway also /livez and /readyz."""
 POD_HEALTH_PORT: Final = 8080
@@ -78,6 +84,7 @@ POD_GROUP_TOKEN_FILE: Final = "/etc/hetero/group/token"
 POD_ADMIN_TOKEN_FILE: Final = "/etc/hetero/admin/token"
 POD_HUB_TOKEN_FILE: Final = "/etc/hetero/hub/token"
 POD_KEYS_FILE: Final = "/etc/hetero/keys/keys.yaml"
+POD_ROUTER_KEYS_FILE: Final = "/etc/hetero/router-keys/keys.txt"
 POD_TLS_DIR: Final = "/etc/hetero/tls"
 POD_CLIENT_CA_DIR: Final = "/etc/hetero/client-ca"
 POD_INSIDE_TLS_DIR: Final = "/etc/hetero/inside"

@@ -55,6 +55,7 @@ EFFECTS: Final[Mapping[str, Effect]] = {
     "scheduling": Effect.RANKS,
     "images": Effect.RANKS,
     "images.gateway": Effect.GATEWAY,
+    "images.router": Effect.NONE,
     "podMetadata": Effect.RANKS,
     "networkPolicy": Effect.NONE,
     "disruptionBudget": Effect.NONE,
@@ -64,6 +65,9 @@ EFFECTS: Final[Mapping[str, Effect]] = {
     "rollout": Effect.NONE,
     "idle": Effect.GATEWAY,
     "idle.responder": Effect.NONE,
+    "router": Effect.NONE,
+    "router.type": Effect.GATEWAY,
+    "router.cacheIsolation": Effect.GATEWAY,
 }
 
 

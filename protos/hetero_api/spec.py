@@ -32,6 +32,7 @@ from hetero_api.spec_idle import IdleSpec
 from hetero_api.spec_model import DType, ModelSpec, SecretKeyRef
 from hetero_api.spec_pods import PodPatch, Variables, Volumes, leaves_our_variables
 from hetero_api.spec_pools import MAX_RANKS, Pools, PoolSpec, PoolType
+from hetero_api.spec_router import CacheIsolation, RouterSpec, RouterType
 from hetero_api.spec_topology import ONE_POD_RULES, Colocation, GroupTopologySpec
 from hetero_api.spec_types import (
     Annotations,
@@ -393,6 +394,34 @@ class GatewaySpec(SpecModel):
         return None if self.auth is None else self.auth.keys_secret_ref
 
 
+_HAS_KEYS: Final = "has(self.router.keysSecretRef) || has(self.gateway.auth) && has(self.gateway.auth.keysSecretRef)"
+
+
+def _shares_no_tenants_cache(spec: HeteroInferenceSpec) -> bool:
+    """Return whether the router leaves tenants apart, or the spec says that it need not."""
+    has_keys = spec.router.keys_secret_ref is not None or spec.gateway.keys_secret is not None
+    has_tenants = spec.has_router and has_keys and spec.engine.enable_prefix_caching
+    return not has_tenants or spec.router.cache_isolation == CacheIsolation.SHARED
+
+
+ROUTER_RULES: Final = (
+    Rule(
+        "router.cacheIsolation",
+        "self.router.type == 'None' || self.router.cacheIsolation == 'Shared' || !self.engine.enablePrefixCaching || "
+        f"!({_HAS_KEYS})",
+        "must be Shared where keys tell tenants apart: behind a router all share the prefix cache; else set "
+        "router.type None, or engine.enablePrefixCaching false",
+        _shares_no_tenants_cache,
+    ),
+    Rule(
+        "router.type",
+        "self.router.type == 'None' || self.networkPolicy.enabled",
+        "needs networkPolicy.enabled, because gateways ask a router for nothing; else set it to None",
+        lambda spec: not spec.has_router or spec.network_policy.enabled,
+    ),
+)
+
+
 class RecoverySpec(SpecModel):
     """Steps that are taken when a rank is lost."""
 
@@ -441,6 +470,7 @@ class HeteroInferenceSpec(SpecModel):
             ),
         ),
         *ONE_POD_RULES,
+        *ROUTER_RULES,
     )
     transitions: ClassVar[tuple[TransitionRule, ...]] = (
         TransitionRule(
@@ -492,6 +522,18 @@ class HeteroInferenceSpec(SpecModel):
     """How a changed spec reaches the replicas."""
     idle: IdleSpec = IdleSpec()
     """Behaviour while there are no requests, or no replicas."""
+    router: RouterSpec = RouterSpec()
+    """Router in front of all replicas."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether pods are wanted."""
+        return self.replicas > 0 and not self.suspend
+
+    @property
+    def has_router(self) -> bool:
+        """Whether a router is asked for."""
+        return self.router.type != RouterType.NONE
 
     @property
     def world_size(self) -> int:

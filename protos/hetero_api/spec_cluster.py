@@ -89,6 +89,8 @@ class ImagesSpec(SpecModel):
     """Image of CPU ranks."""
     gateway: Image | None = None
     """Image of the gateway."""
+    router: Image | None = None
+    """Image of the router."""
     pull_policy: Annotated[PullPolicy, spelled(PullPolicy)] = PullPolicy.IF_NOT_PRESENT
     """When images are pulled."""
     pull_secrets: Annotated[list[ObjectName], Field(max_length=8)] = Field(default_factory=list)

@@ -75,6 +75,16 @@ def _tolerations(at: str, restarts: Restarts) -> dict[str, Change]:
     }  # fmt: skip
 
 
+_ROUTED: Final = {"router.type": "SMG"}
+_ROUTER_KEYS: Final = {
+    **_ROUTED, "router.cacheIsolation": "Shared", "router.keysSecretRef": {"name": "one"},
+}  # fmt: skip
+_ROUTER: Final = {"Deployment/NAME-router": "changed"}
+_ROUTER_COMES: Final = {
+    "Deployment/NAME-router": "made", "Service/NAME-router": "made", "Service/NAME-engines": "made",
+    "ServiceAccount/NAME-router": "made", "Role/NAME-router": "made", "RoleBinding/NAME-router": "made",
+    "NetworkPolicy/NAME-router": "made", "NetworkPolicy/NAME-gateway": "changed",
+}  # fmt: skip
 _ADAPTERS: Final[Mapping[str, Any]] = {
     "engine.adapters.maxLoaded": 1, "engine.adapters.roots": ["/a"],
     "engine.adapters.load": [{"name": "x", "directory": "/a/x"}],
@@ -277,6 +287,7 @@ CHANGES: Final[Mapping[str, Change]] = {
     "images.gpuWorker": Change("example.com/gpu:2", RANKS, _GPU, shows='"image": "example.com/gpu:2"'),
     "images.cpuWorker": Change("example.com/cpu:2", RANKS, shows='"image": "example.com/cpu:2"'),
     "images.gateway": Change("example.com/gateway:2", GATEWAY, shows='"image": "example.com/gateway:2"'),
+    "images.router": Change("example.com/router:2", NOTHING, _ROUTED, more=_ROUTER),
     "images.pullPolicy": Change("Always", RANKS, shows='"imagePullPolicy": "Always"'),
     "images.pullSecrets": Change(["registry"], RANKS, shows='"imagePullSecrets": [{"name": "registry"}]'),
     # --- what surrounds the pods
@@ -309,6 +320,16 @@ CHANGES: Final[Mapping[str, Change]] = {
     "idle.level": Change(2, GATEWAY),
     "idle.responder.enabled": Change(True, NOTHING),
     "idle.responder.retryAfterSeconds": Change(60, NOTHING),
+    # --- the router
+    "router.type": Change("SMG", GATEWAY, more=_ROUTER_COMES),
+    "router.policy": Change("LeastLoad", NOTHING, _ROUTED, more=_ROUTER),
+    "router.cacheIsolation": Change("Shared", GATEWAY, _ROUTED),
+    "router.port": Change(443, NOTHING, _ROUTED, more={"Service/NAME-router": "changed"}),
+    "router.resources.cpuMillis": Change(500, NOTHING, _ROUTED, more=_ROUTER),
+    "router.resources.memory": Change("1Gi", NOTHING, _ROUTED, more=_ROUTER),
+    "router.keysSecretRef.name": Change("two", NOTHING, _ROUTER_KEYS, more=_ROUTER),
+    "router.keysSecretRef.key": Change("other", NOTHING, _ROUTER_KEYS, more=_ROUTER),
+    "router.tlsSecretName": Change("router-tls", NOTHING, _ROUTED, more=_ROUTER),
 }  # fmt: skip
 
 BACK_TO_DEFAULT: Final[Mapping[str, Change]] = {

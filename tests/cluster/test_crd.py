@@ -114,6 +114,10 @@ def test_defaults_are_the_ones_in_the_golden_resource(client: Client, namespace:
             "replicas": 1,
             "rollout": {"strategy": "RollingUpdate", "maxUnavailable": 1, "maxSurge": 0},
             "idle": {"level": 1, "responder": {"enabled": False, "retryAfterSeconds": 30}},
+            "router": {
+                "type": "None", "policy": "CacheAware", "cacheIsolation": "Tenant", "port": 8000,
+                "resources": {"cpuMillis": 1000, "memory": "2Gi"},
+            },
         },
     }  # fmt: skip
 

@@ -146,8 +146,8 @@ def test_a_router_that_knows_the_caches_hits_more_often_than_one_that_takes_turn
     groups: Groups, tmp_path: Path
 ) -> None:
     rates = {}
-    for policy in ("round_robin", "cache_aware"):
+    for policy in ("RoundRobin", "CacheAware"):
         with router(groups, policy, tmp_path) as client:
             rates[policy] = hit_rate(groups, client)
     print(f"hit rates: {rates}")
-    assert rates["cache_aware"] >= 1.5 * rates["round_robin"], rates
+    assert rates["CacheAware"] >= 1.5 * rates["RoundRobin"], rates

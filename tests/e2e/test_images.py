@@ -21,6 +21,7 @@ WORKERS = [name for name in NAMES if name.startswith("worker")]
 PROGRAMS = {
     "operator": ("hetero_operator",),
     "gateway": ("hetero_gateway", "hetero_client.model_delivery"),
+    "router": ("hetero_gateway.smg", "smg.launch_router"),
     "worker-cpu": ("hetero_worker.pod", "hetero_client.model_delivery"),
     "worker-gpu": ("hetero_worker.pod", "hetero_client.model_delivery"),
 }

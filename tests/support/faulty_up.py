@@ -24,7 +24,7 @@ VARIABLE = "HETERO_TEST_FAULT"
 def up(manifest: Path) -> int:
     from hetero_api.errors import HeteroError
     from hetero_client.cli.main import report
-    from hetero_client.cli.serving import prepare, serve
+    from hetero_client.cli.serving import prepare, serve_until_stopped
     from hetero_client.home import HeteroHome
     from hetero_client.launcher.commands import Programs
     from hetero_client.launcher.local_group import LocalGroupConfig
@@ -36,7 +36,7 @@ def up(manifest: Path) -> int:
             config.resource, config.manifest, config.model_dir, config.plan, config.port, config.http_port,
             with_forkserver=False, programs=Programs(rank=(sys.executable, "-m", "tests.support.faulty_up", "rank")),
         )  # fmt: skip
-        serve(faulty, home=home)
+        serve_until_stopped(faulty, home=home)
     except HeteroError as error:
         return report(error)
     return 0

@@ -433,6 +433,36 @@ def _by_rules_of_the_rest() -> list[InvalidResource]:
             "GpuOnly needs a pool of type GPU",
         ),
         (
+            "router-of-tenants-that-share-no-cache",
+            {"spec/router": {"type": "SMG", "keysSecretRef": {"name": "tenants"}}},
+            "spec.router.cacheIsolation",
+            "must be Shared where keys tell tenants apart",
+        ),
+        (
+            "router-before-gateways-with-keys",
+            {"spec/router": {"type": "SMG"}, "spec/gateway/auth": {"keysSecretRef": {"name": "clients"}}},
+            "spec.router.cacheIsolation",
+            "must be Shared where keys tell tenants apart",
+        ),
+        (
+            "router-without-a-network-policy",
+            {"spec/router": {"type": "SMG"}, "spec/networkPolicy": {"enabled": False}},
+            "spec.router.type",
+            "needs networkPolicy.enabled, because gateways ask a router for nothing",
+        ),
+        (
+            "keys-of-no-router",
+            {"spec/router": {"keysSecretRef": {"name": "tenants"}}},
+            "spec.router.keysSecretRef",
+            "is of no use with type None; leave it out",
+        ),
+        (
+            "certificate-of-no-router",
+            {"spec/router": {"tlsSecretName": "front"}},
+            "spec.router.tlsSecretName",
+            "is of no use with type None; leave it out",
+        ),
+        (
             "deferral-without-gpus",
             {"spec/pools": [_pool("cpu")], "spec/engine/expertDeferral": 1},
             "spec.engine.expertDeferral",
@@ -670,6 +700,10 @@ _EVERYTHING: Final[Document] = {
         "idle": {
             "sleepAfterSeconds": 300, "level": 2, "responder": {"enabled": True, "retryAfterSeconds": 60},
         },
+        "router": {
+            "type": "None", "policy": "RoundRobin", "cacheIsolation": "Shared", "port": 30000,
+            "resources": {"cpuMillis": 500, "memory": "1Gi"},
+        },
     },
 }  # fmt: skip
 
@@ -695,6 +729,14 @@ def _valid() -> list[ValidResource]:
             "spec/pools/0/gpu": {"devices": [0, 2, 4, 6]},
         },
         "exchange-on-nodes": {"spec/exchange": {"hostPath": "/dev/shm"}},
+        "router": {"spec/router": {"type": "SMG"}},
+        "router-of-tenants": {
+            "spec/router": {"type": "SMG", "keysSecretRef": {"name": "tenants"}, "cacheIsolation": "Shared"}
+        },
+        "router-of-tenants-without-a-prefix-cache": {
+            "spec/router": {"type": "SMG", "keysSecretRef": {"name": "tenants"}},
+            "spec/engine/enablePrefixCaching": False,
+        },
         "one-pod": {"spec/topology": {"colocate": "Pod"}, "spec/pools/0/gpu": {"memoryPerRank": "8Gi"}},
         "one-pod-with-equal-selectors": {
             "spec/topology": {"colocate": "Pod"},

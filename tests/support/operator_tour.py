@@ -42,6 +42,7 @@ OPTIONAL: Final[Mapping[str, Any]] = {
     "disruptionBudget.enabled": True,
     "networkPolicy.enabled": True,
     "monitoring.podMonitor": True,
+    "router.type": "SMG",
 }
 """Asks for every object that a resource can have but claims."""
 NONE_OF_IT: Final[Mapping[str, Any]] = {
@@ -49,6 +50,7 @@ NONE_OF_IT: Final[Mapping[str, Any]] = {
     "disruptionBudget.enabled": False,
     "networkPolicy.enabled": False,
     "monitoring.podMonitor": False,
+    "router.type": "None",
     "model.revision": "second",
 }
 """Asks for none of them, and for a roll-out."""
@@ -68,6 +70,11 @@ ASKED_FOR: Final = (
     Key("PodDisruptionBudget", "x-ranks"),
     Key("PodMonitor", "x"),
     Key("PodGroup", "x"),
+    Key("Deployment", "x-router"),
+    Key("Service", "x-router"),
+    Key("ServiceAccount", "x-router"),
+    Key("Role", "x-router"),
+    Key("RoleBinding", "x-router"),
 )
 OF_A_REVISION: Final = ("ConfigMap", "Secret")
 

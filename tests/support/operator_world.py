@@ -108,7 +108,7 @@ class OperatorWorld:
     def uids(self, role: str) -> set[str]:
         """Uids of the pods of a role."""
         pods = (pod["metadata"] for pod in self.pods.values())
-        return {metadata["uid"] for metadata in pods if metadata["labels"][LABEL_ROLE] == role}
+        return {metadata["uid"] for metadata in pods if metadata["labels"].get(LABEL_ROLE) == role}
 
     def of_kind(self, kind: str) -> dict[str, dict[str, Any]]:
         """Objects of a kind by name."""

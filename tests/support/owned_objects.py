@@ -33,6 +33,8 @@ KINDS: Final = (
     "Deployment",
     "NetworkPolicy",
     "PodDisruptionBudget",
+    "Role",
+    "RoleBinding",
 )
 OPTIONAL_KINDS: Final = (
     "monitoring.coreos.com/v1/PodMonitor",
@@ -231,7 +233,8 @@ def _without_server_choices(spec: Object) -> Object:
 
 def _wrong_workloads(owned: Owned, kind: str, label: str, revision: str, *, count: int) -> str:
     workloads = owned.of_kind(kind)
-    templates = [_label(item["spec"]["template"], label) for item in workloads]
+    # A router's Deployment is of no revision.
+    templates = [label_of for item in workloads if (label_of := _label(item["spec"]["template"], label))]
     if templates != [revision] * count:
         return f"{kind}s make pods of {templates}, {count} of {revision} wanted"
     return ""

@@ -125,6 +125,10 @@ def _patched(part: str, path: str) -> Iterator[PolicyCase]:
         )  # fmt: skip
 
 
+def _router_keys(name: str) -> Mapping[str, Any]:
+    return {"type": "SMG", "cacheIsolation": "Shared", "keysSecretRef": {"name": name}}
+
+
 def _volumes(name: str) -> list[Mapping[str, str]]:
     return [{"name": "own", "mountPath": "/own", "secretName": name}]
 
@@ -138,6 +142,7 @@ CASES: Final = (
     _image("spec.images.cpuWorker", "images.cpuWorker", "registry.example/team/cpu:1", "registry.example.evil/team/a"),
     _image("spec.images.gpuWorker", "images.gpuWorker", "registry.example/team/gpu:1", "other/registry.example/team/a"),
     _image("spec.images.gateway", "images.gateway", "registry.example/team/gateway:1", "registryxexample/team/a"),
+    _image("spec.images.router", "images.router", "registry.example/team/router:1", "registry.example/other/router"),
     _secret("spec.model.tokenSecretRef.name", "model.tokenSecretRef"),
     _secret("spec.gateway.tls.secretName", "gateway.tls", lambda name: {"secretName": name}),
     _secret(
@@ -147,6 +152,8 @@ CASES: Final = (
     ),
     _secret("spec.gateway.auth.keysSecretRef.name", "gateway.auth", lambda name: {"keysSecretRef": {"name": name}}),
     _secret("spec.monitoring.keySecretRef.name", "monitoring.keySecretRef"),
+    _secret("spec.router.keysSecretRef.name", "router", _router_keys),
+    _secret("spec.router.tlsSecretName", "router", lambda name: {"type": "SMG", "tlsSecretName": name}),
     _secret("spec.images.pullSecrets", "images.pullSecrets", lambda name: ["hub", name]),
     _case(
         "spec.scheduling.priorityClassName", "priority_classes", "priorityClasses",

@@ -20,7 +20,7 @@ from hetero_api.host.gpus import Gpu
 from hetero_api.host.topology import LogicalCore, NumaPolicy
 from hetero_api.manifest import load_manifest
 from hetero_client.cli.main import report
-from hetero_client.cli.serving import serve
+from hetero_client.cli.serving import serve_until_stopped
 from hetero_client.home import HeteroHome
 from hetero_client.launcher.commands import Programs
 from hetero_client.launcher.local_group import LocalGroupConfig
@@ -103,7 +103,7 @@ def up(manifest: Path) -> int:
             programs=Programs(rank=(sys.executable, "-m", "tests.support.pseudo_gpu_rank")),
             with_forkserver=False,
         )
-        serve(config, home=home)
+        serve_until_stopped(config, home=home)
     except HeteroError as error:
         return report(error)
     return 0

@@ -19,6 +19,7 @@ OPTIONS: Final = RenderOptions(
     gpu_worker_image="registry.example/hetero-gpu:0.1.0",
     operator_version="0.1.0",
     operator_namespace="hetero-system",
+    router_image="registry.example/hetero-router:0.1.0",
 )
 OPEN: Final = Policy(allowed_host_paths=("/",))
 """Allows everything."""
@@ -30,6 +31,7 @@ UPGRADED: Final = RenderOptions(
     cluster_domain="elsewhere.local",
     operator_namespace="hetero-system",
     run_as_user=1000,
+    router_image="registry.example/hetero-router:0.2.0",
 )
 """A later version of the operator with other images."""
 
@@ -175,6 +177,20 @@ disruptionBudget: {enabled: true}
 """
 
 
+_ROUTED: Final = f"""
+model: {{uri: hf://a/b}}
+{_POOLS}
+gateway: {{auth: {{keysSecretRef: {{name: clients}}}}}}
+router:
+  type: SMG
+  policy: LeastLoad
+  cacheIsolation: Shared
+  port: 443
+  resources: {{cpuMillis: 500, memory: 1Gi}}
+  keysSecretRef: {{name: tenants, key: keys}}
+  tlsSecretName: routed-tls
+replicas: 2
+"""
 _LEAST: Final = "{model: {uri: hf://a/b}, pools: [{name: cpu, type: CPU, ranks: 1}]}"
 
 
@@ -235,6 +251,7 @@ def render_cases() -> dict[str, RenderCase]:
         "exchange-on-node": RenderCase(_case("shared", "hf://a/b", "exchange: {hostPath: /dev/shm}")),
         "burstable": RenderCase(resource_of("burstable", _LEAST)),
         "one-pod": RenderCase(one_pod(), FULL),
+        "router": RenderCase(resource_of("routed", _ROUTED)),
     }  # fmt: skip
 
 

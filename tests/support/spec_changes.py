@@ -14,6 +14,7 @@ CPU: Final = 1
 _VOLCANO_FREE: Final = {"scheduling.gang": {"scheduler": "None"}}
 _HUB_TOLERATION: Final = {"key": "a", "operator": "Equal", "value": "b", "effect": "NoExecute", "tolerationSeconds": 5}
 
+_ROUTED: Final = {"router": {"type": "SMG", "keysSecretRef": {"name": "tenants"}}}
 _FILES: Final = {"name": "ca", "mountPath": "/etc/ssl/own"}
 BEFORE: Final[Mapping[str, Mapping[str, Any]]] = {
     "pools.volumes.name": {"pools.1.volumes": [{**_FILES, "secretName": "one"}]},
@@ -32,6 +33,20 @@ BEFORE: Final[Mapping[str, Mapping[str, Any]]] = {
     "topology.colocate": {"pools.0.scheduling": {}},
     "gateway.auth.mode": {"gateway.auth": None},
     "scheduling.schedulerName": _VOLCANO_FREE,
+    "images.router": _ROUTED,
+    **{
+        f"router.{field}": _ROUTED
+        for field in (
+            "policy",
+            "cacheIsolation",
+            "port",
+            "resources.cpuMillis",
+            "resources.memory",
+            "keysSecretRef.name",
+            "keysSecretRef.key",
+            "tlsSecretName",
+        )
+    },
     **{
         f"{section}.tolerations.{field}": {f"{path}.tolerations": [_HUB_TOLERATION]}
         for section, path in (("scheduling", "scheduling"), ("pools.scheduling", "pools.0.scheduling"))
@@ -177,6 +192,7 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
     "images.gpuWorker": {"images.gpuWorker": "other/gpu:1"},
     "images.cpuWorker": {"images.cpuWorker": "other/cpu:1"},
     "images.gateway": {"images.gateway": "other/gateway:1"},
+    "images.router": {"images.router": "other/router:1"},
     "images.pullPolicy": {"images.pullPolicy": "Never"},
     "images.pullSecrets": {"images.pullSecrets": ["other"]},
     "podMetadata.labels": {"podMetadata.labels": {"cost-center": "43"}},
@@ -200,6 +216,15 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
     "idle.level": {"idle.level": 2},
     "idle.responder.enabled": {"idle.responder.enabled": True},
     "idle.responder.retryAfterSeconds": {"idle.responder.retryAfterSeconds": 60},
+    "router.type": {"router": {"type": "SMG", "keysSecretRef": {"name": "tenants"}}},
+    "router.policy": {"router.policy": "RoundRobin"},
+    "router.cacheIsolation": {"router.cacheIsolation": "Shared"},
+    "router.port": {"router.port": 443},
+    "router.resources.cpuMillis": {"router.resources.cpuMillis": 500},
+    "router.resources.memory": {"router.resources.memory": "1Gi"},
+    "router.keysSecretRef.name": {"router.keysSecretRef.name": "other"},
+    "router.keysSecretRef.key": {"router.keysSecretRef.key": "other"},
+    "router.tlsSecretName": {"router.tlsSecretName": "router-tls"},
 }
 """By field: what to set to change it. None takes a value away."""
 

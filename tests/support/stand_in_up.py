@@ -15,7 +15,7 @@ from hetero_api.host.topology import LogicalCore
 from hetero_api.manifest import load_manifest
 from hetero_client import ChatMessage, SamplingParams
 from hetero_client.cli.main import report
-from hetero_client.cli.serving import answer_once, serve
+from hetero_client.cli.serving import answer_once, serve_until_stopped
 from hetero_client.home import HeteroHome
 from hetero_client.launcher.commands import Programs
 from hetero_client.launcher.local_group import LocalGroupConfig
@@ -58,7 +58,7 @@ def main(manifest: Path, *, port: int, with_forkserver: bool, prompt: str | None
     try:
         config = stand_in_config(manifest, port=port, with_forkserver=with_forkserver)
         if prompt is None:
-            serve(config, home=home)
+            serve_until_stopped(config, home=home)
         else:
             chat = [ChatMessage("user", prompt)]
             answer_once(config, chat, sampling=SamplingParams(), home=home, as_json=False)

@@ -30,6 +30,7 @@ class Image:
 IMAGES: Final = (
     Image("operator", "Dockerfile.cpu", "operator"),
     Image("gateway", "Dockerfile.cpu", "gateway"),
+    Image("router", "Dockerfile.cpu", "router"),
     Image("cpuWorker", "Dockerfile.cpu", "worker"),
     Image("gpuWorker", "Dockerfile.gpu", "worker"),
 )

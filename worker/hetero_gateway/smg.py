@@ -7,6 +7,9 @@ could add gateways, asks for a key that nobody has.
 
 The first gateway that answers says what SMG has to know: the size of a block and, by the chat template, the family
 whose calls it reads.
+
+In a cluster gateways come and go. With `--pods` SMG watches the API server for pods with the labels of gateways, and
+sends calls to those that are ready; `--gateway` then only names whom to ask first.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from hetero_api.contract import EXIT_USAGE, HTTP_PORT, METRICS_PORT, TLS_CERTIFICATE, TLS_KEY
 from hetero_api.program import ProgramParser
+from hetero_api.spec_router import RoutingPolicy
 from hetero_gateway.engine.text.answer_formats import family_of
 from hetero_gateway.engine.text.tokenizer import CHAT_TEMPLATE_FILE
 
@@ -41,16 +45,37 @@ PARSERS: Final[Mapping[str, str]] = {
     "DeepSeekV3": "deepseek", "DeepSeekV31": "deepseek31", "Glm": "glm45_moe", "MiniMaxM2": "minimax_m2",
 }  # fmt: skip
 """SMG's parser of each family's calls. It knows GPT-OSS by itself."""
-POLICIES: Final = ("cache_aware", "round_robin", "random", "power_of_two")
-"""Ways to choose a gateway for a prompt."""
+POLICIES: Final[Mapping[RoutingPolicy, str]] = {
+    RoutingPolicy.CACHE_AWARE: "cache_aware", RoutingPolicy.LEAST_LOAD: "least_load",
+    RoutingPolicy.POWER_OF_TWO: "power_of_two", RoutingPolicy.ROUND_ROBIN: "round_robin",
+}  # fmt: skip
+"""SMG's names of policies."""
 CALL_S: Final = 5.0
 """Longest wait for one answer of a gateway at the start."""
 PAUSE_S: Final = 1.0
 MAX_ARCHIVE_BYTES: Final = 256 << 20
 MIN_KEY_CHARS: Final = 16
+DRAIN_S: Final = 60
 _DOOR: Final = f"/{vllm.DESCRIPTOR.services_by_name['VllmEngine'].full_name}/"
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/]+):\d{1,5}")
 _KEY_LINE: Final = re.compile(rf"([A-Za-z0-9][-._A-Za-z0-9]{{0,62}}):(\S{{{MIN_KEY_CHARS},512}})")
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayPods:
+    """Pods of gateways, as SMG finds them."""
+
+    namespace: str
+    labels: Mapping[str, str]
+
+    @classmethod
+    def from_text(cls, text: str) -> GatewayPods:
+        """Read NAMESPACE/LABEL=VALUE,… Raises argparse.ArgumentTypeError."""
+        namespace, _, selector = text.partition("/")
+        pairs = [pair.partition("=") for pair in selector.split(",")]
+        if not namespace or not all(key and equals and value for key, equals, value in pairs):
+            raise argparse.ArgumentTypeError(f"{text!r} is no NAMESPACE/LABEL=VALUE,LABEL=VALUE")
+        return cls(namespace, {key: value for key, _, value in pairs})
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +91,12 @@ class RouterConfig:
     """File with a line `TENANT:KEY` for each key; None: callers need none."""
     tls_dir: Path | None
     """Folder with tls.crt and tls.key; None: no TLS."""
-    policy: str
-    """One of POLICIES."""
+    pods: GatewayPods | None
+    """Pods that calls go to, at the port of the first of `gateways`; None: to `gateways`."""
+    policy: RoutingPolicy
+    """Choice of the gateway for a call."""
+    drain_s: int
+    """Longest time that calls in flight have once the router is asked to stop."""
 
     @classmethod
     def from_command_line(cls, arguments: Sequence[str]) -> RouterConfig:
@@ -85,8 +114,17 @@ class RouterConfig:
         add("--keys", type=Path, metavar="FILE", help="file with lines TENANT:KEY; default: callers need no key")
         add("--tls-dir", type=Path, metavar="DIR", help="folder with tls.crt and tls.key; default: no TLS")
         add(
-            "--policy", choices=POLICIES, default=POLICIES[0],
-            help="way to choose a gateway for a prompt; default: %(default)s, the one that has its prefix",
+            "--pods", type=GatewayPods.from_text, metavar="NAMESPACE/LABEL=VALUE,…",
+            help="in a cluster: send calls to the pods with these labels, at the port of --gateway, instead of to "
+            "--gateway; the account must be allowed to list and watch pods",
+        )  # fmt: skip
+        add(
+            "--policy", default=RoutingPolicy.CACHE_AWARE, type=RoutingPolicy, choices=list(RoutingPolicy),
+            help="how the gateway of a call is chosen; default: %(default)s",
+        )  # fmt: skip
+        add(
+            "--drain-s", default=DRAIN_S, type=_whole, metavar="S",
+            help="seconds that calls in flight have once it is asked to stop; default: %(default)s",
         )  # fmt: skip
         given = vars(parser.parse_args(arguments))
         return cls(**{**given, "gateways": tuple(given["gateways"])})
@@ -95,6 +133,12 @@ class RouterConfig:
 def _port(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 1 << 16:
         raise argparse.ArgumentTypeError(f"{text!r} is no number between 1 and 65535")
+    return int(text)
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
     return int(text)
 
 
@@ -181,8 +225,8 @@ def router_settings(config: RouterConfig, engine: Engine, keys: Sequence[tuple[s
         "port": config.port,
         "prometheus_host": config.host,
         "prometheus_port": config.metrics_port,
-        "worker_urls": [f"grpc://{gateway}" for gateway in config.gateways],
-        "policy": config.policy,
+        "policy": POLICIES[config.policy],
+        "shutdown_grace_period_secs": config.drain_s,
         "block_size": engine.block_size,
         "parser": "symphony",
         "tool_call_parser": engine.parser,
@@ -196,12 +240,25 @@ def router_settings(config: RouterConfig, engine: Engine, keys: Sequence[tuple[s
         "health_failure_threshold": 2,
         "health_success_threshold": 1,
         "cb_timeout_duration_secs": 2,
-        "remove_unhealthy_workers": False,
+        **_workers(config),
         **(
             {}
             if tls is None
             else {"server_cert_path": str(tls / TLS_CERTIFICATE), "server_key_path": str(tls / TLS_KEY)}
         ),
+    }
+
+
+def _workers(config: RouterConfig) -> dict[str, Any]:
+    """Return the settings by which SMG knows where gateways are."""
+    if config.pods is None:
+        urls = [f"grpc://{gateway}" for gateway in config.gateways]
+        return {"worker_urls": urls, "remove_unhealthy_workers": False}
+    return {
+        "service_discovery": True,
+        "service_discovery_namespace": config.pods.namespace,
+        "service_discovery_port": int(config.gateways[0].rpartition(":")[2]),
+        "selector": dict(config.pods.labels),
     }
 
 

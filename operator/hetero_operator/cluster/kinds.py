@@ -52,6 +52,8 @@ ALWAYS_WATCHED: Final = (
     ResourceKind("apps/v1", "StatefulSet", "statefulsets"),
     ResourceKind("apps/v1", "Deployment", "deployments"),
     ResourceKind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
+    ResourceKind("rbac.authorization.k8s.io/v1", "Role", "roles"),
+    ResourceKind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings"),
 )
 """Kinds that every server has. Secrets are never listed: whoever may list them may read all of them."""
 

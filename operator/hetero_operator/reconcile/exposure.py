@@ -69,6 +69,15 @@ def is_asked_for(spec: HeteroInferenceSpec) -> bool:
     return spec.gateway.auth is not None and spec.gateway.auth.mode == AuthMode.NONE
 
 
+def unguarded_router(spec: HeteroInferenceSpec) -> Iterator[str]:
+    """Yield why the router would let in callers that the gateway asks for proof."""
+    if spec.has_router and spec.gateway.asks_for_proof and spec.router.keys_secret_ref is None:
+        yield (
+            "spec.router.keysSecretRef: is required where spec.gateway.auth or spec.gateway.tls asks callers for a key "
+            "or a certificate, because the router is another door to the same model"
+        )
+
+
 def exposing_fields(spec: HeteroInferenceSpec, *, service_type: str | None) -> Iterator[str]:
     """Yield `path: message` of each field for which the spec is refused.
 

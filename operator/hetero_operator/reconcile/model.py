@@ -56,6 +56,8 @@ class RenderOptions:
     run_as_user: int = 65532
     inside_tls: bool = False
     """Whether gateway, ranks and operator know one another by certificates."""
+    router_image: str = ""
+    """"" where they were stored by a version that knew no router."""
 
 
 ANY_NAME: Final = "*"

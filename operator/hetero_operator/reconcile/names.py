@@ -6,10 +6,12 @@ want the same name (`a` with a pool `b-c`, `a-b` with a pool `c`); the second on
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from hetero_api.contract import ADMIN_PORT, HTTP_PORT, INFERENCE_PORT, METRICS_PORT, RANKS_PORT
+from hetero_api.contract import ADMIN_PORT, HTTP_PORT, INFERENCE_PORT, METRICS_PORT, RANKS_PORT, ROUTER_PORT
+from hetero_api.spec import HeteroInferenceSpec
 from hetero_operator.reconcile.model import Observed
 
 RANK_CONTAINER: Final = "rank"
@@ -24,7 +26,7 @@ GATEWAY_PORTS: Final = {
     "ranks": RANKS_PORT,
     "metrics": METRICS_PORT,
 }
-"""Ports of the gateway's container by name."""
+"""Ports of the gateway's container by name, which it always has."""
 RANK_PORT: Final = "health"
 """Name of a rank container's port for probes and metrics; containers that share a pod number theirs."""
 
@@ -74,6 +76,16 @@ class Names:
         return f"{self.resource}-ranks"
 
     @property
+    def router(self) -> str:
+        """The router's Deployment, Service, ServiceAccount, Role, RoleBinding and NetworkPolicy."""
+        return f"{self.resource}-router"
+
+    @property
+    def engines(self) -> str:
+        """The headless Service of the gateways' ports for the router."""
+        return f"{self.resource}-engines"
+
+    @property
     def responder(self) -> str:
         """The responder's Deployment, ServiceAccount and NetworkPolicy; it stands for all replicas."""
         return f"{self.resource}-responder"
@@ -105,3 +117,12 @@ class Names:
     def gateway_host(self, namespace: str, cluster_domain: str) -> str:
         """Return the DNS name that ranks dial."""
         return f"{self.gateway}.{namespace}.svc.{cluster_domain}"
+
+    def engines_host(self, namespace: str, cluster_domain: str) -> str:
+        """Return the DNS name of all ready gateways, which the router dials first."""
+        return f"{self.engines}.{namespace}.svc.{cluster_domain}"
+
+
+def gateway_ports(spec: HeteroInferenceSpec) -> Mapping[str, int]:
+    """Return the ports of the gateway's container by name; a router has one of its own."""
+    return GATEWAY_PORTS | ({"router": ROUTER_PORT} if spec.has_router else {})

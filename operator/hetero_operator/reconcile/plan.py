@@ -36,6 +36,7 @@ from hetero_operator.reconcile.manifests.optional_kinds import (
 from hetero_operator.reconcile.manifests.rank_pod import statefulset
 from hetero_operator.reconcile.manifests.rendering import Rendering
 from hetero_operator.reconcile.manifests.responder import responder_objects, responds
+from hetero_operator.reconcile.manifests.router import router_objects
 from hetero_operator.reconcile.model import Deletion, NewSecret, Object, Observed, Plan
 from hetero_operator.reconcile.names import Names
 from hetero_operator.reconcile.policy import options_in
@@ -54,7 +55,7 @@ def desired_objects(
     others_serve: bool | None,
     responds: bool,
 ) -> list[dict[str, Any]]:
-    """Return all objects of a replica but its Secrets; replica 0 has those that all share, as the responder's.
+    """Return all objects of a replica but its Secrets; replica 0 has those that all share, as the router's.
 
     The sets of rank pods named in `held` get no pods. `others_serve` is None where there is no other replica.
     """
@@ -68,6 +69,7 @@ def desired_objects(
         *group_services(rendering),
         *(responder_objects(rendering, inventory, clients) if is_first and responds else ()),
         *([client_service(rendering, responds=responds)] if is_first else ()),
+        *(router_objects(rendering, templates.options, clients, responds=responds) if is_first else ()),
         *disruption_budgets(rendering, others_serve=others_serve),
         *claim_templates(rendering, {item["metadata"]["name"]: item for item in inventory.of_kind(CLAIM_TEMPLATE)}),
         *pod_groups(rendering),

@@ -127,6 +127,7 @@ def _images(spec: HeteroInferenceSpec) -> Iterator[Use]:
     yield Use(setting, "spec.images.gpuWorker", images.gpu_worker)
     yield Use(setting, "spec.images.cpuWorker", images.cpu_worker)
     yield Use(setting, "spec.images.gateway", images.gateway)
+    yield Use(setting, "spec.images.router", images.router)
 
 
 def _secrets(spec: HeteroInferenceSpec) -> Iterator[Use]:
@@ -134,10 +135,12 @@ def _secrets(spec: HeteroInferenceSpec) -> Iterator[Use]:
     if tls is not None:
         yield Use(setting, "spec.gateway.tls.secretName", tls.secret_name)
         yield Use(setting, "spec.gateway.tls.clientCASecretName", tls.client_ca_secret_name)
+    yield Use(setting, "spec.router.tlsSecretName", spec.router.tls_secret_name)
     for field, reference in (
         ("model.tokenSecretRef", spec.model.token_secret_ref),
         ("gateway.auth.keysSecretRef", spec.gateway.keys_secret),
         ("monitoring.keySecretRef", spec.monitoring.key_secret_ref),
+        ("router.keysSecretRef", spec.router.keys_secret_ref),
     ):
         if reference is not None:
             yield Use(setting, f"spec.{field}.name", reference.name)

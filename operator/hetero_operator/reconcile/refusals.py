@@ -14,7 +14,7 @@ from hetero_api.manifest import check_transition, find_unserved, parse_resource
 from hetero_api.spec import ExchangeKind, HeteroInferenceSpec
 from hetero_api.spec_cluster import GangScheduler
 from hetero_api.spec_types import MAX_WORKLOAD_NAME_LENGTH
-from hetero_operator.reconcile.exposure import exposing_fields
+from hetero_operator.reconcile.exposure import exposing_fields, unguarded_router
 from hetero_operator.reconcile.inventory import Inventory, ObjectKey, label_of, taken_by_others
 from hetero_operator.reconcile.manifests.adaptation import broken_promises
 from hetero_operator.reconcile.manifests.config import stored_resource
@@ -63,6 +63,7 @@ def _objections(rendering: Rendering, inventory: Inventory) -> Iterator[tuple[Re
     yield Reason.INVALID_SPEC, list(_crowded_names(rendering.spec, rendering.names))
     yield Reason.INVALID_SPEC, _transition_problems(rendering, inventory)
     yield Reason.INVALID_SPEC, _exposing(rendering, inventory)
+    yield Reason.INVALID_SPEC, list(unguarded_router(rendering.spec))
     yield Reason.NOT_ALLOWED, list(violations(rendering.spec, rendering.policy))
     if rendering.spec.gateway.pod_template or any(pool.pod_template for pool in rendering.spec.pools):
         yield Reason.INVALID_SPEC, list(_changed_pods(rendering))

@@ -21,6 +21,7 @@ from hetero_operator.reconcile.status.figures import figures
 from hetero_operator.reconcile.status.findings import TRUE, Blockers, Finding, degraded, findings
 from hetero_operator.reconcile.status.progress import look_again_s, progressing
 from hetero_operator.reconcile.status.reasons import Reason
+from hetero_operator.reconcile.status.router import router_ready, router_trouble
 from hetero_operator.reconcile.status.situation import Situation
 from hetero_operator.reconcile.status.text import stored_conditions, stored_status, timestamp
 from hetero_operator.reconcile.status.whole import Part, is_rolling_out, whole_figures, whole_findings
@@ -74,15 +75,20 @@ def _of_all(observed: Observed, parts: Sequence[Part]) -> tuple[HeteroInferenceS
 
 def _conditions(situation: Situation, blockers: Blockers, *, is_old: bool) -> dict[str, Condition]:
     """Return all conditions, in the order of ConditionType; `is_old`: of a replica with an earlier spec."""
-    found = findings(situation, blockers).items()
+    found = {**findings(situation, blockers), ConditionType.ROUTER_READY: router_ready(situation, blockers)}
     conditions: dict[str, Condition] = {
-        kind: condition_of(kind, item, situation, is_old=is_old) for kind, item in found
+        kind: condition_of(kind, item, situation, is_old=is_old) for kind, item in found.items()
     }
     judgement = progressing(situation, blockers, conditions)
-    damage = _with_deadline(degraded(situation, blockers), judgement)
+    damage = _with_deadline(_with_router(degraded(situation, blockers), situation), judgement)
     for kind, item in ((ConditionType.PROGRESSING, judgement), (ConditionType.DEGRADED, damage)):
         conditions[kind] = condition_of(kind, item, situation)
     return {kind: conditions[kind] for kind in ConditionType}
+
+
+def _with_router(damage: Finding, situation: Situation) -> Finding:
+    """Return the damage, or what is broken about the router where nothing else is."""
+    return damage if damage.status is TRUE else router_trouble(situation) or damage
 
 
 def _with_deadline(damage: Finding, judgement: Finding) -> Finding:

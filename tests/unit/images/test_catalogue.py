@@ -24,15 +24,15 @@ def test_names_are_those_of_the_chart() -> None:
     values = yaml.safe_load(VALUES.read_text(encoding="utf-8"))["images"]
     assert {named.reference for named in named_images().values()} == {
         whole_name(f"{values['registry']}/{values[key]['repository']}:{VERSION}")
-        for key in ("operator", "gateway", "cpuWorker", "gpuWorker")
+        for key in ("operator", "gateway", "router", "cpuWorker", "gpuWorker")
     }
 
 
 def test_names_are_those_that_the_operator_has_by_itself() -> None:
     options = OperatorConfig.from_command_line([], {}).render
     own = {name: whole_name(image) for name, image in zip(
-        ("gateway", "worker-cpu", "worker-gpu"),
-        (options.gateway_image, options.cpu_worker_image, options.gpu_worker_image), strict=True,
+        ("gateway", "router", "worker-cpu", "worker-gpu"),
+        (options.gateway_image, options.router_image, options.cpu_worker_image, options.gpu_worker_image), strict=True,
     )}  # fmt: skip
     assert own == {name: named.reference for name, named in named_images().items() if name in own}
 
@@ -58,7 +58,9 @@ def test_the_cpu_images_are_built_unless_others_are_named() -> None:
 
 
 def test_an_image_that_is_none_is_named() -> None:
-    with pytest.raises(ImageError, match="IMAGES: 'worker' is none of operator, gateway, worker-cpu, worker-gpu"):
+    with pytest.raises(
+        ImageError, match="IMAGES: 'worker' is none of operator, gateway, router, worker-cpu, worker-gpu"
+    ):
         Settings.from_environment({"IMAGES": "worker"})
 
 

@@ -104,6 +104,7 @@ def test_every_field_that_names_a_folder_an_image_or_a_secret_is_judged() -> Non
         {
             "images.pullSecrets": ["one"], "scheduling.schedulerName": "one", "model.tokenSecretRef": one,
             "gateway.tls": {"secretName": "one"}, "gateway.auth": {"keysSecretRef": one},
+            "router": {"type": "SMG", "cacheIsolation": "Shared", "keysSecretRef": one},
             "monitoring.keySecretRef": one, "pools.0.volumes": [FILES], "gateway.volumes": [FILES],
         },
     )  # fmt: skip

@@ -8,8 +8,22 @@ from typing import Any
 
 import pytest
 
-from hetero_api.contract import ADMIN_PORT, INFERENCE_PORT, METRICS_PORT, POD_INSIDE_TLS_DIR, RANKS_PORT
+from hetero_api.contract import (
+    ADMIN_PORT,
+    HTTP_PORT,
+    INFERENCE_PORT,
+    LABEL_NAME,
+    LABEL_ROLE,
+    METRICS_PORT,
+    POD_INSIDE_TLS_DIR,
+    POD_ROUTER_KEYS_FILE,
+    POD_TLS_DIR,
+    RANKS_PORT,
+    ROLE_GATEWAY,
+    ROUTER_PORT,
+)
 from hetero_gateway.server.config import GatewayConfig
+from hetero_gateway.smg import GatewayPods, RouterConfig
 from hetero_worker.pod.config import PodConfig
 from tests.support.operator_world import OperatorWorld
 from tests.support.render_cases import OPTIONS, render_cases
@@ -27,7 +41,7 @@ def main_containers(name: str, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_gateway_understands_its_command_line(name: str, tmp_path: Path) -> None:
-    [container] = main_containers(name, "Deployment")
+    container = next(item for item in main_containers(name, "Deployment") if item["name"] == "gateway")
     token = tmp_path / "token"
     token.write_text("t" * 32, encoding="utf-8")
     token.chmod(0o600)
@@ -37,6 +51,16 @@ def test_the_gateway_understands_its_command_line(name: str, tmp_path: Path) -> 
     ports = (config.inference_port, config.admin_port, config.ranks_port, config.metrics_port)
     assert ports == (INFERENCE_PORT, ADMIN_PORT, RANKS_PORT, METRICS_PORT)
     assert config.admin_token == "t" * 32
+
+
+def test_the_router_understands_its_command_line() -> None:
+    [container] = [item for item in main_containers("router", "Deployment") if item["name"] == "router"]
+    assert container["command"] == ["python", "-m", "hetero_gateway", "route"]
+    config = RouterConfig.from_command_line(container["args"])
+    assert (config.port, config.metrics_port, config.policy) == (HTTP_PORT, METRICS_PORT, "LeastLoad")
+    assert config.gateways == (f"routed-engines.models.svc.cluster.local:{ROUTER_PORT}",)
+    assert config.pods == GatewayPods("models", {LABEL_NAME: "routed", LABEL_ROLE: ROLE_GATEWAY})
+    assert (config.keys, config.tls_dir) == (Path(POD_ROUTER_KEYS_FILE), Path(POD_TLS_DIR))
 
 
 def test_both_understand_where_their_certificates_are(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ def test_a_group_that_serves_is_told_in_full() -> None:
         "ModelReady": ("True", "Loaded"),
         "GroupFormed": ("True", "Formed"),
         "GatewayReady": ("True", "Serving"),
+        "RouterReady": ("False", "NotRequested"),
         "NUMAPinned": ("True", "Pinned"),
         "Suspended": ("False", "NotSuspended"),
         "Exposed": ("False", "NotExposed"),

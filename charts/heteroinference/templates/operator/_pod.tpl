@@ -6,6 +6,8 @@
   value: {{ join "," .Values.watchNamespaces | quote }}
 - name: HETERO_OPERATOR_GATEWAY_IMAGE
   value: {{ include "heteroinference.image" (dict "root" . "image" .Values.images.gateway) | quote }}
+- name: HETERO_OPERATOR_ROUTER_IMAGE
+  value: {{ include "heteroinference.image" (dict "root" . "image" .Values.images.router) | quote }}
 - name: HETERO_OPERATOR_CPU_WORKER_IMAGE
   value: {{ include "heteroinference.image" (dict "root" . "image" .Values.images.cpuWorker) | quote }}
 - name: HETERO_OPERATOR_GPU_WORKER_IMAGE

@@ -56,9 +56,10 @@ hetero_operator/reconcile/policy.py has the same fields; a test compares what bo
 - {list: images, field: spec.model.uri, names: "[object.spec.model.uri.startsWith('oci://') ? object.spec.model.uri.substring(6, size(object.spec.model.uri)) : '']"}
 {{- $fields := dict
   "hostPaths" (list "model.cache.hostPath" "exchange.hostPath")
-  "images" (list "images.gpuWorker" "images.cpuWorker" "images.gateway")
+  "images" (list "images.gpuWorker" "images.cpuWorker" "images.gateway" "images.router")
   "secrets" (list "model.tokenSecretRef.name" "gateway.tls.secretName" "gateway.tls.clientCASecretName"
-                  "gateway.auth.keysSecretRef.name" "monitoring.keySecretRef.name")
+                  "gateway.auth.keysSecretRef.name" "monitoring.keySecretRef.name" "router.keysSecretRef.name"
+                  "router.tlsSecretName")
   "priorityClasses" (list "scheduling.priorityClassName")
   "schedulers" (list "scheduling.schedulerName") }}
 {{- range $list, $paths := $fields }}

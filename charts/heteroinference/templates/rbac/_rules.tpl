@@ -10,12 +10,12 @@ it is asked for by name (`get`), so that nothing of a stranger is taken over.
 - apiGroups: [heteroinference.io]
   resources: [heteroinferences/status]
   verbs: [patch]
-# These stay as long as their resource, and go with it by owner references.
+# These go when the resource wants them no more; StatefulSets when ranks move into one pod, or out of it. All but
+# NetworkPolicies and PodMonitors go with a replica that is not asked for any more, ServiceAccounts with a responder or a
+# router.
 - apiGroups: [""]
   resources: [serviceaccounts]
-  verbs: [get, list, watch, create, patch]
-# These go when the resource wants them no more; StatefulSets when ranks move into one pod, or out of it. All but
-# NetworkPolicies and PodMonitors go with a replica that is not asked for any more.
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [apps]
   resources: [deployments, statefulsets]
   verbs: [get, list, watch, create, patch, delete]
@@ -24,6 +24,10 @@ it is asked for by name (`get`), so that nothing of a stranger is taken over.
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
+  verbs: [get, list, watch, create, patch, delete]
+# A router's: to list and watch pods of its namespace, which the operator may do itself, as the API server demands.
+- apiGroups: [rbac.authorization.k8s.io]
+  resources: [roles, rolebindings]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]

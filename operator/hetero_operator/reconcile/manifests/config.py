@@ -135,8 +135,10 @@ def templates_in_force(rendering: Rendering, inventory: Inventory) -> PodTemplat
     stored = stored_templates(config)
     if config["metadata"]["name"] == names.config(revisions.gateway):
         return stored
-    gateway = _live_gateway(rendering, inventory) or gateway_template(replace(rendering, options=stored.options))
-    return PodTemplates(ranks=stored.ranks, gateway=gateway, options=stored.options)
+    router_image = stored.options.router_image or rendering.options.router_image
+    options = replace(stored.options, router_image=router_image)
+    gateway = _live_gateway(rendering, inventory) or gateway_template(replace(rendering, options=options))
+    return PodTemplates(ranks=stored.ranks, gateway=gateway, options=options)
 
 
 def _without_config(rendering: Rendering, inventory: Inventory) -> PodTemplates:

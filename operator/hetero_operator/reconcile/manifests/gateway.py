@@ -49,7 +49,7 @@ from hetero_operator.reconcile.manifests.containers import (
 )
 from hetero_operator.reconcile.manifests.model_volumes import deliver_model, served_path
 from hetero_operator.reconcile.manifests.rendering import Rendering, common_labels, manifest, workload_selector
-from hetero_operator.reconcile.names import GATEWAY_CONTAINER, GATEWAY_PORTS
+from hetero_operator.reconcile.names import GATEWAY_CONTAINER, gateway_ports
 
 _KIND: Final = ("apps/v1", "Deployment")
 _HISTORY: Final = 2
@@ -121,7 +121,8 @@ def _revision_labels(rendering: Rendering) -> dict[str, str]:
 def _container(
     rendering: Rendering, image: str, resources: dict[str, Any], files: list[MountedFiles]
 ) -> dict[str, Any]:
-    listen = [text for name, port in GATEWAY_PORTS.items() for text in (f"--{name}-port", str(port))]
+    open_ports = gateway_ports(rendering.spec)
+    listen = [text for name, port in open_ports.items() for text in (f"--{name}-port", str(port))]
     return container(
         rendering, GATEWAY_CONTAINER, image, resources=resources,
         command=["python", "-m", "hetero_gateway"],
@@ -134,7 +135,7 @@ def _container(
             ENV_GROUP_TOKEN_FILE: POD_GROUP_TOKEN_FILE, ENV_ADMIN_TOKEN_FILE: POD_ADMIN_TOKEN_FILE, "HOME": TMP_DIR,
         },
         mounts=[mount for item in files for mount in item.mounts],
-        ports=container_ports(GATEWAY_PORTS),
+        ports=container_ports(open_ports),
         **gateway_probes(),
     )  # fmt: skip
 

@@ -1,13 +1,15 @@
 """Services and NetworkPolicies: how pods are found, and who may talk to them.
 
 The client's Service is the front door of all replicas. Two headless ones are for the inside of each group. They publish
-addresses that are not ready: ranks have to find the gateway, and one another, before anything is ready.
+addresses that are not ready: ranks have to find the gateway, and one another, before anything is ready. A router has
+two: its own for clients, and a headless one of the gateways' ports for it, by which it asks a gateway that is ready.
 
 Collectives between ranks are not encrypted, those of GPUs and Gloo not authenticated either, and use ports of their own
 choosing: ranks are open to one another and closed to everybody else. The gateway's client ports are open to pods of its
 namespace, or to all, its admin port to the operator alone, its ranks port to this group's ranks. Metrics are open
 unless the spec says where Prometheus runs. Pods ask the cluster's name servers and no others, since a name that is
-looked up elsewhere can carry data out.
+looked up elsewhere can carry data out. The gateways' port for a router has neither TLS nor keys, so only the router
+reaches it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from hetero_api.contract import ANNOTATION_CLIENTS, COMPONENT_RESPONDER, POD_HEALTH_PORT, ROLE_GATEWAY, ROLE_RANK
+from hetero_api.contract import (
+    ANNOTATION_CLIENTS,
+    COMPONENT_RESPONDER,
+    COMPONENT_ROUTER,
+    HTTP_PORT,
+    METRICS_PORT,
+    POD_HEALTH_PORT,
+    ROLE_GATEWAY,
+    ROLE_RANK,
+    ROUTER_PORT,
+)
 from hetero_operator.reconcile.exposure import Clients
 from hetero_operator.reconcile.manifests.model_volumes import HUB, parse_model_uri
 from hetero_operator.reconcile.manifests.rendering import (
@@ -25,6 +37,7 @@ from hetero_operator.reconcile.manifests.rendering import (
     manifest,
     responder_selector,
     role_selector,
+    router_selector,
 )
 from hetero_operator.reconcile.model import ANY_NAME
 from hetero_operator.reconcile.names import GATEWAY_PORTS, RANK_PORT
@@ -35,6 +48,8 @@ _POLICY: Final = ("networking.k8s.io/v1", "NetworkPolicy")
 _DNS_PORTS: Final = (53, 5353)
 """5353 is where OpenShift's DNS pods listen: policies see a Service's target, not its port."""
 _HTTPS_PORT: Final = 443
+_API_SERVER_PORTS: Final = (443, 6443)
+"""Ports of the API server: that of its Service, and the one that it listens on, by which policies see it."""
 _NAMESPACE_NAME: Final = "kubernetes.io/metadata.name"
 _NAMESPACE_NAME_SINCE: Final = (1, 21)
 
@@ -67,11 +82,25 @@ def client_service(rendering: Rendering, *, responds: bool) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def _headless(selector: dict[str, str], ports: dict[str, int]) -> dict[str, Any]:
+def router_services(rendering: Rendering, *, responds: bool) -> list[dict[str, Any]]:
+    """Return the Service that clients dial, and that of the gateways' ports for the router."""
+    selector = responder_selector(rendering) if responds else router_selector(rendering)
+    port = {"name": "http", "port": rendering.spec.router.port, "protocol": "TCP", "targetPort": "http"}
+    door = {"type": "ClusterIP", "selector": selector, "ports": [port]}
+    gateways = role_selector(rendering, ROLE_GATEWAY)
+    engines = _headless(gateways, {"router": ROUTER_PORT}, is_early=False)
+    names = rendering.names
+    return [
+        manifest(rendering, _SERVICE, names.router, component=COMPONENT_ROUTER, spec=door),
+        manifest(rendering, _SERVICE, names.engines, component=ROLE_GATEWAY, spec=engines),
+    ]
+
+
+def _headless(selector: dict[str, str], ports: dict[str, int], *, is_early: bool = True) -> dict[str, Any]:
     return {
         "type": "ClusterIP",
         "clusterIP": "None",
-        "publishNotReadyAddresses": True,
+        "publishNotReadyAddresses": is_early,
         "selector": selector,
         "ports": [{"name": name, "port": port, "protocol": "TCP", "targetPort": name} for name, port in ports.items()],
     }
@@ -81,7 +110,7 @@ def network_policies(rendering: Rendering, *, clients: Clients) -> list[dict[str
     """Return one policy for the ranks and one for the gateways of all replicas; none when the user wants none."""
     if not rendering.spec.network_policy.enabled:
         return []
-    names = rendering.names
+    names, has_router = rendering.names, rendering.spec.has_router
     ranks, gateway = (role_selector(rendering, role) for role in (ROLE_RANK, ROLE_GATEWAY))
     return [
         _policy(
@@ -99,6 +128,7 @@ def network_policies(rendering: Rendering, *, clients: Clients) -> list[dict[str
                 {**_from(clients), "ports": _gateways("inference", "http")},
                 {"from": [_pods(ranks)], "ports": _gateways("ranks")},
                 {"from": [_operator(rendering)], "ports": _gateways("admin", "inference")},
+                *([{"from": [_pods(router_selector(rendering))], "ports": _tcp([ROUTER_PORT])}] if has_router else ()),
             ],
             egress=[], annotations={ANNOTATION_CLIENTS: clients.value},
         ),
@@ -116,6 +146,27 @@ def responder_policy(rendering: Rendering, *, clients: Clients) -> list[dict[str
         "egress": [],
     }
     return [manifest(rendering, _POLICY, rendering.names.responder, component=COMPONENT_RESPONDER, spec=spec)]
+
+
+def router_policy(rendering: Rendering, *, clients: Clients) -> dict[str, Any]:
+    """Return the policy of the router: clients and scrapes in; gateways, the API server and name servers out."""
+    # What an earlier version opened to all was a gateway; a router is new.
+    where = Clients.NAMESPACE if clients is Clients.AS_BEFORE else clients
+    gateways = _pods(role_selector(rendering, ROLE_GATEWAY))
+    spec = {
+        "podSelector": {"matchLabels": router_selector(rendering)},
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": [
+            {**_metrics_from(rendering), "ports": _tcp([METRICS_PORT])},
+            {**_from(where), "ports": _tcp([HTTP_PORT])},
+        ],
+        "egress": [
+            {"to": [gateways], "ports": _tcp([ROUTER_PORT])},
+            {"ports": _tcp(_API_SERVER_PORTS)},
+            *_name_servers(rendering),
+        ],
+    }
+    return manifest(rendering, _POLICY, rendering.names.router, component=COMPONENT_ROUTER, spec=spec)
 
 
 def _policy(
@@ -150,14 +201,19 @@ def _metrics_from(rendering: Rendering) -> dict[str, Any]:
 
 def _outside(rendering: Rendering) -> list[dict[str, Any]]:
     """Return the rules for other hosts: name servers, and the many hosts that the files of a Hub model lie on."""
-    ports = [{"protocol": protocol, "port": port} for port in _DNS_PORTS for protocol in ("UDP", "TCP")]
-    servers = rendering.policy.cluster_dns
-    asked = {} if ANY_NAME in servers else {"to": [_name_server(rendering, entry) for entry in servers]}
-    rules: list[dict[str, Any]] = [{**asked, "ports": ports}] if servers else []
+    rules = _name_servers(rendering)
     is_fetched = parse_model_uri(rendering.spec.model.uri).scheme == HUB
     if rendering.spec.network_policy.allow_model_egress and is_fetched:
         rules.append({"ports": [{"protocol": "TCP", "port": _HTTPS_PORT}]})
     return rules
+
+
+def _name_servers(rendering: Rendering) -> list[dict[str, Any]]:
+    """Return the rule for name servers; none where pods may ask none."""
+    ports = [{"protocol": protocol, "port": port} for port in _DNS_PORTS for protocol in ("UDP", "TCP")]
+    servers = rendering.policy.cluster_dns
+    asked = {} if ANY_NAME in servers else {"to": [_name_server(rendering, entry) for entry in servers]}
+    return [{**asked, "ports": ports}] if servers else []
 
 
 def _name_server(rendering: Rendering, entry: str) -> dict[str, Any]:

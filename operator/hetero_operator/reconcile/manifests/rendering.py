@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hetero_api.contract import LABEL_NAME, LABEL_POOL, LABEL_REPLICA, LABEL_RESPONDER, LABEL_ROLE
+from hetero_api.contract import LABEL_NAME, LABEL_POOL, LABEL_REPLICA, LABEL_RESPONDER, LABEL_ROLE, LABEL_ROUTER
 from hetero_api.spec import HeteroInferenceSpec
 from hetero_operator.reconcile.inventory import owner_reference
 from hetero_operator.reconcile.model import Capabilities, Policy, RenderOptions
@@ -84,6 +84,11 @@ def role_selector(rendering: Rendering, role: str) -> dict[str, str]:
 def responder_selector(rendering: Rendering) -> dict[str, str]:
     """Return the label that selects the responder's pod."""
     return {LABEL_RESPONDER: rendering.names.resource}
+
+
+def router_selector(rendering: Rendering) -> dict[str, str]:
+    """Return the label that selects the router's pod."""
+    return {LABEL_ROUTER: rendering.names.resource}
 
 
 def group_selector(rendering: Rendering, role: str) -> dict[str, str]:

@@ -160,11 +160,15 @@ class Reason(StrEnum):
     GATEWAY_UNREACHABLE = "GatewayUnreachable"
     """The gateway does not answer the operator; is its admin port open to the operator's namespace?"""
 
+    # --- the router --------------------------------------------------------------------------------------
+    ROUTER_NOT_READY = "RouterNotReady"
+    """The router's pod is not ready, or knows no gateway that is; kubectl describe it, and read its log."""
+
     # --- NUMA --------------------------------------------------------------------------------------------
     NO_CPU_RANKS = "NoCPURanks"
     """No rank computes on a CPU."""
     NOT_REQUESTED = "NotRequested"
-    """A pool's numa.policy is None."""
+    """A pool's numa.policy, or spec.router.type, is None."""
     NOT_PINNED = "NotPinned"
     """A rank could not be bound to one NUMA node; the message says what it lacks."""
     MEMORY_NOT_LOCAL = "MemoryNotLocal"

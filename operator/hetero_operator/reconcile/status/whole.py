@@ -24,6 +24,7 @@ _OF_PODS: Final = (
     ConditionType.READY, ConditionType.SCHEDULED, ConditionType.MODEL_READY, ConditionType.GROUP_FORMED,
     ConditionType.GATEWAY_READY, ConditionType.NUMA_PINNED,
 )  # fmt: skip
+_SHARED: Final = (ConditionType.ACCEPTED, ConditionType.EXPOSED, ConditionType.ROUTER_READY)
 _OF_A_GROUP: Final = (*_OF_PODS, ConditionType.PROGRESSING, ConditionType.DEGRADED)
 
 
@@ -58,7 +59,7 @@ def whole_findings(parts: Sequence[Part]) -> dict[ConditionType, Finding]:
     """Return all conditions of the whole; `parts` are all replicas by ordinal, replica 0 at least."""
     asked = [part for part in parts if part.judged.is_asked_for]
     staying = [part for part in parts if part.judged.course is not Course.LEAVING]
-    shared = {kind: _as_is(parts[0], kind) for kind in (ConditionType.ACCEPTED, ConditionType.EXPOSED)}
+    shared = {kind: _as_is(parts[0], kind) for kind in _SHARED}
     return {
         **{kind: _common(kind, asked) for kind in _OF_PODS},
         **shared,

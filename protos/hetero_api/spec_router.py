@@ -1,0 +1,80 @@
+"""The router before several replicas, as the resource declares it."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from hetero_api.contract import HTTP_PORT
+from hetero_api.spec_cluster import ResourcesSpec
+from hetero_api.spec_model import SecretKeyRef
+from hetero_api.spec_types import DataKey, ObjectName, Rule, SpecEnum, SpecModel, left_out, spelled
+
+
+class RouterType(SpecEnum):
+    """Program that routes calls to replicas."""
+
+    NONE = "None"
+    SMG = "SMG"
+
+
+class RoutingPolicy(SpecEnum):
+    """Choice of the replica for a call."""
+
+    CACHE_AWARE = "CacheAware"
+    LEAST_LOAD = "LeastLoad"
+    POWER_OF_TWO = "PowerOfTwo"
+    ROUND_ROBIN = "RoundRobin"
+
+
+class CacheIsolation(SpecEnum):
+    """Sharing of cached prefixes among tenants behind a router."""
+
+    TENANT = "Tenant"
+    SHARED = "Shared"
+
+
+class RouterKeysRef(SecretKeyRef):
+    """A file with the router's keys in a Secret of the resource's namespace."""
+
+    name: ObjectName
+    """Name of the Secret, in the resource's namespace."""
+    key: DataKey = "keys.txt"
+    """Key within the Secret."""
+
+
+class RouterSpec(SpecModel):
+    """A router in front of all replicas."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        left_out("keys_secret_ref", "is of no use with type None; leave it out", where=("type", "None")),
+        left_out("tls_secret_name", "is of no use with type None; leave it out", where=("type", "None")),
+    )
+
+    type: Annotated[RouterType, spelled(RouterType)] = RouterType.NONE
+    """None: clients dial gateways, by the Service of the resource's name. SMG: Shepherd Model Gateway besides, by the
+    Service NAME-router, with the Chat Completions, Responses and Messages APIs. One machine has no use for it: see
+    `hetero up --router`.
+    """
+    policy: Annotated[RoutingPolicy, spelled(RoutingPolicy)] = RoutingPolicy.CACHE_AWARE
+    """CacheAware: the replica whose cache has the longest prefix of the prompt, unless it has much more to do than
+    others. LeastLoad: the one with the least to do. PowerOfTwo: the better of two that are drawn. RoundRobin: each in
+    its turn.
+    """
+    cache_isolation: Annotated[CacheIsolation, spelled(CacheIsolation)] = CacheIsolation.TENANT
+    """Tenant: as gateways do, no tenant's prompt hits a cached prefix of another. Shared: all callers of the router
+    share the prefix cache, so the time to a first token tells what others asked. SMG can do no other, so it needs
+    Shared where keys tell tenants apart.
+    """
+    port: Annotated[int, Field(ge=1, le=65535)] = HTTP_PORT
+    """Port of the Service NAME-router."""
+    resources: ResourcesSpec = ResourcesSpec()
+    """Resources of the router's container."""
+    keys_secret_ref: RouterKeysRef | None = None
+    """Secret with a line TENANT:KEY for each key that callers may show. SMG compares plain keys, so these are not the
+    hashed ones of gateway.auth. A change takes hold when the router's pod is made again. Default: callers need none.
+    """
+    tls_secret_name: ObjectName | None = None
+    """Secret with tls.crt and tls.key of the router. A change takes hold when its pod is made again. Default: no TLS.
+    """
