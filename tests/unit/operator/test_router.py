@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 
 from hetero_api.contract import LABEL_NAME, LABEL_ROLE, LABEL_ROUTER, ROLE_GATEWAY, ROUTER_PORT
 from hetero_operator.reconcile.inventory import ObjectKey
-from tests.support.render_cases import OPTIONS, UPGRADED
+from tests.support.operator_world import OperatorWorld
+from tests.support.render_cases import EXAMPLES, OPTIONS, UPGRADED, resource_of
 from tests.support.replica_scene import ReplicaScene
 from tests.support.restricted_profile import restricted_violations
 
@@ -262,3 +264,11 @@ def test_a_broken_router_degrades_the_resource_which_serves_on(condition: dict[s
     assert (degraded["status"], degraded["reason"]) == ("True", reason)
     assert "x-router" in degraded["message"]
     assert scene.condition("Ready")["status"] == "True"
+
+
+def test_the_example_is_accepted_and_has_a_router() -> None:
+    document = yaml.safe_load((EXAMPLES / "replicas/smollm2-router.yaml").read_text(encoding="utf-8"))
+    world = OperatorWorld(resource_of(document["metadata"]["name"], document["spec"]))
+    todo = world.plan()
+    assert todo.refusal == ()
+    assert "smollm2-routed-router" in {item["metadata"]["name"] for item in todo.apply}

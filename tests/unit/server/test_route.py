@@ -14,12 +14,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from smg.router_args import COMMON_POLICY_CHOICES, RouterArgs
 from smg.smg_rs import get_available_tool_call_parsers
 
 from hetero_api.contract import EXIT_USAGE
+from hetero_api.spec_router import RoutingPolicy
 from hetero_gateway.engine.text.answer_formats import FORMATS
 from hetero_gateway.server.config import read_model
-from hetero_gateway.smg import PARSERS, Engine, RouterConfig, read_keys, router_settings
+from hetero_gateway.smg import PARSERS, POLICIES, Engine, RouterConfig, read_keys, router_settings
 from tests.support.kube.ports import free_port
 from tests.unit.server.router_setup import RouterBench
 from tests.unit.server.server_setup import write_manifest, write_model
@@ -133,3 +135,28 @@ def test_the_gateways_blocks_and_the_files_of_tls_are_passed_on() -> None:
     assert settings["worker_urls"] == ["grpc://a:1", "grpc://[::1]:2"]
     assert (settings["block_size"], settings["tool_call_parser"], settings["policy"]) == (4, None, "cache_aware")
     assert (settings["server_cert_path"], settings["server_key_path"]) == ("/t/tls.crt", "/t/tls.key")
+
+
+def test_gateways_are_found_by_their_pods_labels_at_the_port_that_is_named() -> None:
+    labels = "heteroinference.io/name=x,heteroinference.io/role=gateway"
+    arguments = ["--gateway", "x-engines.models.svc:50054", "--pods", f"models/{labels}", "--drain-s", "7"]
+    config = RouterConfig.from_command_line([*arguments, "--policy", "LeastLoad"])
+    settings = router_settings(config, Engine(block_size=4, chat_template=""), [])
+    assert "worker_urls" not in settings
+    assert (settings["service_discovery_namespace"], settings["service_discovery_port"]) == ("models", 50054)
+    assert settings["selector"] == {"heteroinference.io/name": "x", "heteroinference.io/role": "gateway"}
+    assert (settings["policy"], settings["shutdown_grace_period_secs"]) == ("least_load", 7)
+    RouterArgs(**settings)  # SMG knows all of them
+
+
+@pytest.mark.parametrize("text", ["", "models", "models/", "/a=b", "models/a", "models/a=", "models/a=b,", "models/=b"])
+def test_pods_that_are_named_wrongly_are_refused_in_words(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        RouterConfig.from_command_line(["--gateway", "a:1", "--pods", text])
+    assert ended.value.code == EXIT_USAGE
+    assert f"{text!r} is no NAMESPACE/LABEL=VALUE,LABEL=VALUE" in capsys.readouterr().err
+
+
+def test_smg_knows_every_policy() -> None:
+    assert set(POLICIES) == set(RoutingPolicy)
+    assert set(POLICIES.values()) <= set(COMMON_POLICY_CHOICES)
