@@ -88,7 +88,7 @@ def test_it_watches_the_pods_of_all_gateways_and_asks_those_that_are_ready() -> 
     assert option(arguments, "--gateway") == f"x-engines.models.svc.cluster.local:{ROUTER_PORT}"
     engines = found(scene, "Service", "x-engines")["spec"]
     assert engines["selector"] == GATEWAYS
-    assert engines["publishNotReadyAddresses"] is False
+    assert "publishNotReadyAddresses" not in engines
     gateways = [pod for pod in scene.world.pods.values() if pod["metadata"]["labels"].get(LABEL_ROLE) == ROLE_GATEWAY]
     assert len(gateways) == 3
     assert all(GATEWAYS.items() <= pod["metadata"]["labels"].items() for pod in gateways)
@@ -126,6 +126,20 @@ def test_its_policy_lets_clients_in_and_gateways_the_api_server_and_name_servers
     }  # fmt: skip
     assert [port["port"] for port in api_server["ports"]] == [443, 6443]
     assert {port["port"] for port in names["ports"]} == {53, 5353}
+
+
+def test_its_clients_are_the_gateways_but_for_those_of_an_earlier_version() -> None:
+    def peers() -> Any:
+        return [rule.get("from", "anywhere") for rule in found(scene, "NetworkPolicy")["spec"]["ingress"]][1]
+
+    scene = ReplicaScene.of(1, router=SMG, gateway={"auth": {"mode": "None"}}, networkPolicy={"clientsFrom": "All"})
+    assert peers() == "anywhere"
+    scene = ReplicaScene.of(1)
+    del found(scene, "NetworkPolicy", "x-gateway")["metadata"]["annotations"]["heteroinference.io/clients"]
+    scene.change(router=SMG)
+    scene.settle()
+    assert not any("from" in rule for rule in found(scene, "NetworkPolicy", "x-gateway")["spec"]["ingress"][1:2])
+    assert peers() == [{"podSelector": {}}]
 
 
 def test_its_pod_is_restricted_and_no_part_of_a_replica() -> None:

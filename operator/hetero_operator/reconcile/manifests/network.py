@@ -100,7 +100,8 @@ def _headless(selector: dict[str, str], ports: dict[str, int], *, is_early: bool
     return {
         "type": "ClusterIP",
         "clusterIP": "None",
-        "publishNotReadyAddresses": is_early,
+        # API servers leave a false one out, so it would always differ.
+        **({"publishNotReadyAddresses": True} if is_early else {}),
         "selector": selector,
         "ports": [{"name": name, "port": port, "protocol": "TCP", "targetPort": name} for name, port in ports.items()],
     }
