@@ -1,7 +1,7 @@
 """Installed software that ranks run on, and the checks of it.
 
 Versions come from the packages' metadata. What only a rank's own code can say (native libraries, instruction sets,
-devices) comes from `python -m hetero_worker.probe.software`, a process, so nothing of it is loaded here.
+devices) comes from `python -m hetero_worker.backends.software`, a process, so nothing of it is loaded here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hetero_client.doctor.findings import Finding, fail, ok, warn
 DISTRIBUTION: Final = "heteroinference"
 TORCH: Final = "torch"
 TRANSFORMERS: Final = "transformers"
-PROGRAM: Final = (sys.executable, "-m", "hetero_worker.probe.software")
+PROGRAM: Final = (sys.executable, "-m", "hetero_worker.backends.software")
 TIMEOUT_S: Final = 120.0
 """Limit of the process, which imports torch."""
 GENERIC: Final = "generic"
@@ -33,7 +33,7 @@ _BOUND: Final = re.compile(r"^(?P<name>[\w-]+)>=(?P<least>\d+(?:\.\d+)*)")
 
 @dataclass(frozen=True, slots=True)
 class RankSoftware:
-    """Facts that the code of ranks reports; see `hetero_worker.probe.software.report`."""
+    """Facts that the code of ranks reports; see `hetero_worker.backends.software.report`."""
 
     torch: str
     cuda: str

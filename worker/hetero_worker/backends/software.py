@@ -1,4 +1,4 @@
-"""`python -m hetero_worker.probe.software`: report what ranks of this installation would compute with, and exit.
+"""`python -m hetero_worker.backends.software`: report what ranks of this installation would compute with, and exit.
 
 For `hetero doctor`, which imports nothing of a rank. One JSON object on stdout; nothing is measured.
 """
