@@ -68,7 +68,9 @@ def test_top_shows_a_group_at_work(group: LocalGroupProcess) -> None:
 
 def test_top_redraws_a_terminal_until_ctrl_c(group: LocalGroupProcess) -> None:
     screen, terminal = pty.openpty()
-    command = [sys.executable, "-m", "hetero_client", "top", "--interval", "0.2", "--admin-address", group.record.admin]
+    # Where tests run in the background, SIGINT is ignored, and a process hands that on.
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "hetero_client", "top", "--interval", "0.2"]
+    command += ["--admin-address", group.record.admin]
     top = subprocess.Popen(
         command, cwd=REPOSITORY, stdin=terminal, stdout=terminal, stderr=terminal, env={**os.environ, "TERM": "xterm"}
     )
