@@ -15,7 +15,6 @@ import torch
 
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1 import inference_pb2_grpc
-from hetero_client.errors import RequestError
 from tests.support.local_group import LocalGroupProcess, write_manifest
 from tests.support.lora_adapters import SavedAdapter, save_adapter
 from tests.support.reference import TIE_FP32, Reference
@@ -75,11 +74,12 @@ def test_requests_of_adapters_get_peft_s_tokens(tmp_path: Path) -> None:
                 admin.unload_adapter("some")
                 admin.load_adapter("some", str(tmp_path / "adapters" / "some"))
             asked.result()
-            with pytest.raises(RequestError, match=r"maxLoaded"):
-                admin.load_adapter("mlp", str(tmp_path / "adapters" / "mlp"))
+            # More than ranks have memory for: they take turns.
+            admin.load_adapter("mlp", str(tmp_path / "adapters" / "mlp"))
+            together("all", "mlp", "test", "some")
             epoch = admin.topology().epoch
             victim = next(pid for name, pid in group.record.processes.items() if name != "gateway")
             os.kill(victim, signal.SIGKILL)
             group.wait_ready_again(after_epoch=epoch)
-            assert list(admin.adapters()) == ["all", "some"]
-            together("all", "test", "some")
+            assert list(admin.adapters()) == ["all", "mlp", "some"]
+            together("all", "test", "some", "mlp")
