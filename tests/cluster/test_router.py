@@ -5,10 +5,7 @@ operator gave its account and no others, by real SMG, a real gateway, and a pod 
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from tests.support.kube.polling import poll
 from tests.support.kube.ports import free_port
 from tests.support.operator_process import OperatorProcess
 from tests.support.operator_scene import Scene
+from tests.support.router_process import route
 from tests.unit.server.router_setup import RouterBench
 from tests.unit.server.server_setup import write_manifest, write_model
 
@@ -122,21 +120,6 @@ def gateway_pod(scene: Scene, name: str, address: str) -> str:
     return name
 
 
-@asynccontextmanager
-async def route(*arguments: str, kubeconfig: Path, log: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
-    environment["KUBECONFIG"] = str(kubeconfig)
-    command = [sys.executable, "-m", "hetero_gateway", "route", *arguments]
-    with log.open("wb") as file:
-        process = await asyncio.create_subprocess_exec(*command, stdout=file, stderr=file, env=environment)
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
 async def until(http: httpx.AsyncClient, path: str, status: int, log: Path) -> None:
     """Until the router answers so."""
     last: object = None
@@ -171,7 +154,7 @@ async def test_it_serves_while_a_gateway_is_ready_and_says_when_none_is(
         pods = f"{scene.namespace}/{LABEL_NAME}=x,{LABEL_ROLE}={ROLE_GATEWAY}"
         listen = ("--port", str(port), "--metrics-port", str(free_port()))
         async with (
-            route(*listen, "--gateway", door, "--pods", pods, kubeconfig=kubeconfig, log=log),
+            route(*listen, "--gateway", door, "--pods", pods, log=log, variables={"KUBECONFIG": str(kubeconfig)}),
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as http,
         ):
             await until(http, "/liveness", 200, log)

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +19,7 @@ from hetero_gateway.engine.text.answer_formats import FORMATS
 from hetero_gateway.server.config import read_model
 from hetero_gateway.smg import PARSERS, POLICIES, Engine, RouterConfig, read_keys, router_settings
 from tests.support.kube.ports import free_port
+from tests.support.router_process import route
 from tests.unit.server.router_setup import RouterBench
 from tests.unit.server.server_setup import write_manifest, write_model
 from tests.unit.server.smg_setup import START_S
@@ -31,20 +28,6 @@ from tests.unit.server.test_smg import CALL, CHAT, FUNCTIONS, NAME, TEMPLATE
 pytestmark = pytest.mark.unit
 
 KEY = "a-key-of-tenant-one"
-
-
-@asynccontextmanager
-async def route(*arguments: str, log: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    command = [sys.executable, "-m", "hetero_gateway", "route", *arguments]
-    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
-    with log.open("wb") as file:
-        process = await asyncio.create_subprocess_exec(*command, stdout=file, stderr=file, env=environment)
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 async def until_it_answers(client: Any, process: asyncio.subprocess.Process, log: Path) -> None:

@@ -144,22 +144,22 @@ def _numbers(version: str) -> list[int]:
 
 def check_kernels(software: Software) -> Finding:
     """Check that the native kernels of host cores can be used."""
-    if software.ranks is None:
-        return warn("native kernels", "not told", cost="unknown: the code of ranks does not run", fix=_BUILD)
-    if not software.ranks.kernels_problem:
-        return ok("native kernels", "built")
+    problem = software.ranks.kernels_problem if software.ranks else ""
     cost = "ranks on host cores compute with torch's operators, and decode several times slower"
-    return warn("native kernels", software.ranks.kernels_problem, cost=cost, fix=_fix_of_build(software.ranks))
+    return _check_library("native kernels", software.ranks, problem, cost=cost)
 
 
 def check_exchange(software: Software) -> Finding:
     """Check that the native exchange can be used."""
-    if software.ranks is None:
-        return warn("native exchange", "not told", cost="unknown: the code of ranks does not run", fix=_BUILD)
-    if not software.ranks.exchange_problem:
-        return ok("native exchange", "built")
+    problem = software.ranks.exchange_problem if software.ranks else ""
     cost = "ranks exchange over Gloo, which takes longer in every layer, and steps are not recorded whole"
-    return warn("native exchange", software.ranks.exchange_problem, cost=cost, fix=_fix_of_build(software.ranks))
+    return _check_library("native exchange", software.ranks, problem, cost=cost)
+
+
+def _check_library(name: str, ranks: RankSoftware | None, problem: str, *, cost: str) -> Finding:
+    if ranks is None:
+        return warn(name, "not told", cost="unknown: the code of ranks does not run", fix=_BUILD)
+    return warn(name, problem, cost=cost, fix=_fix_of_build(ranks)) if problem else ok(name, "built")
 
 
 def _fix_of_build(ranks: RankSoftware) -> str:

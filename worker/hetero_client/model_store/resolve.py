@@ -63,12 +63,11 @@ def locate_named_model(what: str, store: ModelStore) -> Path:
 def obtain_model(what: str, store: ModelStore, *, report: Report) -> tuple[str, Path]:
     """Return URI and directory of a model that a user named, fetched first if the store lacks it.
 
-    `what`: an alias, a directory or GGUF file, hf://ORG/NAME, or ORG/NAME where no such path is here. Raises
-    ModelStoreError.
+    `what`: an alias, a directory or GGUF file, hf://ORG/NAME, or ORG/NAME where no such path is here. Whether a path
+    can be served is not checked. Raises ModelStoreError.
     """
     wheel, path = ALIASES.get(what.lower()), Path(what).expanduser().absolute()
     if wheel is None and path.exists():
-        check_model_directory(path)
         return f"{FILE_SCHEME}{path}", path
     if wheel is None and (what.startswith(("/", ".", "~")) or "/" not in what):
         raise ModelStoreError(

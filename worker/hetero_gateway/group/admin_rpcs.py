@@ -217,7 +217,7 @@ class AdminRpcs:
         return admin_pb2.UnloadAdapterResponse()
 
     def list_adapters(self) -> admin_pb2.ListAdaptersResponse:
-        """Return the adapters that are loaded."""
+        """Return the adapters that the group knows."""
         return self._group.adapters.list()
 
     # --- commands ---------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ class AdapterRegistry:
     def serves(self, asked: GenerationRequest) -> bool:
         """Return whether the adapter that a request was read for is loaded still."""
         salt = asked.cache_salt
-        return any(each.number == asked.adapter and salt.startswith(each.salt) for each in self)
+        return any(each.number == asked.adapter and salt.startswith(each.salt) for each in self._adapters.values())
 
     def new(self, name: str, directory: str) -> Adapter:
         """Return an adapter that may be loaded. Raises InvalidCommand and WrongState."""

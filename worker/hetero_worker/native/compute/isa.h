@@ -1,8 +1,8 @@
 /* What kernels are written in: vectors of 16 floats, as the compiler has them for the instruction set it compiles for.
  *
  * The build compiles each kernel file once an instruction set, with HC_ISA defined as its name (generic, avx2, avx512,
- * avx512_bf16). On aarch64 generic has NEON. What vector extensions do not say (widening 16-bit floats, dot products of bytes) is here
- * in intrinsics, with plain C for the rest. */
+ * avx512_bf16). On aarch64 generic has NEON. What vector extensions do not say (widening 16-bit floats, dot products of
+ * bytes) is here in intrinsics, with plain C for the rest. */
 #ifndef HETERO_ISA_H
 #define HETERO_ISA_H
 

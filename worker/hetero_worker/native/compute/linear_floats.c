@@ -2,7 +2,8 @@
  * where the machine has it.
  *
  * bfloat16 rows meet bfloat16 weights in pairs of inputs, where the machine has that (AVX512_BF16): twice the products an
- * instruction, whose sums are of float32 as well; it takes the second of a pair first, and subnormal numbers for 0.
+ * instruction, whose sums are of float32 as well. It adds the upper half of a pair first, so the input that comes first
+ * lies there, and sums have the bits of products one by one; only subnormal numbers count as 0.
  *
  * A sum is made input by input, from the first to the last of HC_BLOCK, and the blocks' sums are added in their order: so it
  * is the same for all numbers of rows. Few tiles of rows read the weights as they are stored and widen them in registers;
@@ -56,18 +57,33 @@ HC_INLINE f32x16 widened(const char *p, int format) {
     }
 }
 
-HC_INLINE void multiply_singly(const int rows, const int vectors, const int format, const hc_piece *piece) {
-    const uint64_t vector = HC_LANES * hc_float_width(format), step = HC_VECTORS * vector;
-    const uint16_t *scales = piece->scales;
-    uint64_t of_group = piece->left;
+/* Zeros, and the place where they will be written is asked for. */
+HC_INLINE void begin_sums(const int rows, const int vectors, f32x16 sums[HC_MAX_TILE][HC_VECTORS], const hc_piece *piece) {
     if (rows > 1)
         hc_ask_for_corner(&piece->corner, (uint64_t)rows, (uint64_t)vectors);
-    f32x16 sums[HC_MAX_TILE][HC_VECTORS];
     HC_UNROLLED
     for (int r = 0; r < rows; r++)
         HC_UNROLLED
         for (int v = 0; v < vectors; v++)
             sums[r][v] = hc_all(0);
+}
+
+HC_INLINE void write_sums(const int rows, const int vectors, f32x16 sums[HC_MAX_TILE][HC_VECTORS], const hc_piece *piece) {
+    f32x16 out[HC_MAX_TILE * HC_VECTORS];
+    HC_UNROLLED
+    for (int r = 0; r < rows; r++)
+        HC_UNROLLED
+        for (int v = 0; v < vectors; v++)
+            out[r * vectors + v] = sums[r][v];
+    hc_write_tile(&piece->corner, (uint64_t)rows, (uint64_t)vectors, out, piece->is_first, piece->is_last);
+}
+
+HC_INLINE void multiply_singly(const int rows, const int vectors, const int format, const hc_piece *piece) {
+    const uint64_t vector = HC_LANES * hc_float_width(format), step = HC_VECTORS * vector;
+    const uint16_t *scales = piece->scales;
+    uint64_t of_group = piece->left;
+    f32x16 sums[HC_MAX_TILE][HC_VECTORS];
+    begin_sums(rows, vectors, sums, piece);
     const float *x = piece->x;
     const char *w = piece->w;
     for (uint64_t left = piece->count, at = 0; left; at += piece->ahead_step) {
@@ -103,17 +119,11 @@ HC_INLINE void multiply_singly(const int rows, const int vectors, const int form
         x += rows * HC_LANES;
         left -= now;
     }
-    f32x16 out[HC_MAX_TILE * HC_VECTORS];
-    HC_UNROLLED
-    for (int r = 0; r < rows; r++)
-        HC_UNROLLED
-        for (int v = 0; v < vectors; v++)
-            out[r * vectors + v] = sums[r][v];
-    hc_write_tile(&piece->corner, (uint64_t)rows, (uint64_t)vectors, out, piece->is_first, piece->is_last);
+    write_sums(rows, vectors, sums, piece);
 }
 
 #if defined(__AVX512BF16__)
-/* The inputs at `w` and behind it, both of a panel, in pairs by column. */
+/* Two inputs of a panel in pairs by column, the first one above. */
 HC_INLINE void take_pairs(__m512i first, __m512i second, __m512bh pairs[HC_VECTORS]) {
     static const uint16_t COLUMNS[HC_VECTORS][2 * HC_LANES] = {
         {32, 0, 33, 1, 34, 2, 35, 3, 36, 4, 37, 5, 38, 6, 39, 7, 40, 8, 41, 9, 42, 10, 43, 11, 44, 12, 45, 13, 46, 14, 47, 15},
@@ -125,26 +135,20 @@ HC_INLINE void take_pairs(__m512i first, __m512i second, __m512bh pairs[HC_VECTO
 }
 
 HC_INLINE void add_pairs(const int rows, const uint32_t *x, const __m512bh pairs[HC_VECTORS],
-                         __m512 sums[HC_MAX_TILE][HC_VECTORS]) {
+                         f32x16 sums[HC_MAX_TILE][HC_VECTORS]) {
     HC_UNROLLED
     for (int r = 0; r < rows; r++) {
         __m512bh one = (__m512bh)_mm512_set1_epi32((int)x[r * HC_LANES]);
         HC_UNROLLED
         for (int v = 0; v < HC_VECTORS; v++)
-            sums[r][v] = _mm512_dpbf16_ps(sums[r][v], one, pairs[v]);
+            sums[r][v] = (f32x16)_mm512_dpbf16_ps((__m512)sums[r][v], one, pairs[v]);
     }
 }
 
 HC_INLINE void multiply_pairs(const int rows, const hc_piece *piece) {
     const uint64_t step = HC_PANEL * sizeof(uint16_t);
-    if (rows > 1)
-        hc_ask_for_corner(&piece->corner, (uint64_t)rows, HC_VECTORS);
-    __m512 sums[HC_MAX_TILE][HC_VECTORS];
-    HC_UNROLLED
-    for (int r = 0; r < rows; r++)
-        HC_UNROLLED
-        for (int v = 0; v < HC_VECTORS; v++)
-            sums[r][v] = _mm512_setzero_ps();
+    f32x16 sums[HC_MAX_TILE][HC_VECTORS];
+    begin_sums(rows, HC_VECTORS, sums, piece);
     const uint32_t *x = (const uint32_t *)piece->x;
     const char *w = piece->w;
     __m512bh pairs[HC_VECTORS];
@@ -163,13 +167,7 @@ HC_INLINE void multiply_pairs(const int rows, const hc_piece *piece) {
         x += rows * HC_LANES;
         left -= now;
     }
-    f32x16 out[HC_MAX_TILE * HC_VECTORS];
-    HC_UNROLLED
-    for (int r = 0; r < rows; r++)
-        HC_UNROLLED
-        for (int v = 0; v < HC_VECTORS; v++)
-            out[r * HC_VECTORS + v] = (f32x16)sums[r][v];
-    hc_write_tile(&piece->corner, (uint64_t)rows, HC_VECTORS, out, piece->is_first, piece->is_last);
+    write_sums(rows, HC_VECTORS, sums, piece);
 }
 #endif
 
@@ -250,7 +248,7 @@ static void put_together(const hc_linear_op *op, uint64_t first, uint64_t rows, 
     }
 }
 
-/* The same of bfloat16 rows, as they are. */
+/* The same of bfloat16 rows, as they are, in pairs with the first input above. */
 static void put_pairs_together(const hc_linear_op *op, uint64_t first, uint64_t rows, uint16_t *out) {
     uint64_t in = op->weight->in, unit = 2 * HC_LANES;
     for (uint64_t r = 0; r < rows; r++) {
@@ -262,9 +260,9 @@ static void put_pairs_together(const hc_linear_op *op, uint64_t first, uint64_t 
                 memcpy(to, row + i, count * sizeof *to);
             memset(to + count, 0, (unit - count) * sizeof *to);
             for (uint64_t p = 0; p < unit; p += 2) {
-                uint16_t first = to[p];
+                uint16_t above = to[p];
                 to[p] = to[p + 1];
-                to[p + 1] = first;
+                to[p + 1] = above;
             }
         }
     }
