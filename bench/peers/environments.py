@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -42,11 +43,14 @@ class Environment:
     """Set while it is installed."""
 
 
+_NO_TILES: Final = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16" if platform.machine() == "x86_64" else ""
+_WITHOUT_TILES: Final = {"CFLAGS": _NO_TILES, "CXXFLAGS": _NO_TILES}
+
 ENVIRONMENTS: Final[Mapping[str, Environment]] = {
     "llama.cpp": Environment(
         requirements=("llama-cpp-python==0.3.36",),
-        # Compiled for this very CPU.
-        variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAVA_BUILD=OFF"},
+        # Compiled for this very CPU, but for its tiles: with them, quantised models fault on virtual machines with AMX.
+        variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAVA_BUILD=OFF", **_WITHOUT_TILES},
     ),
     "openvino": Environment(
         requirements=("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0", "transformers==5.5.4"),

@@ -34,7 +34,8 @@ def copied_sources(folder: Path, *, file: str = "library.c", was: str = "", beco
 def test_what_was_built_is_taken() -> None:
     loaded = load_compute()
     assert loaded.library is not None, loaded.reason
-    assert loaded.library.isas[-1] == "generic"
+    assert "generic" in loaded.library.isas
+    assert loaded.library.isas[0] != "amx_emulated"  # for tests only
     assert loaded.library.isa == loaded.library.isas[0]
 
 

@@ -42,14 +42,19 @@ _AVX2: Final = ("-mavx2", "-mfma", "-mf16c", "-mprfchw")
 _AVX512: Final = (
     *_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=512",
 )  # fmt: skip
-_X86_INSTRUCTION_SETS: Final = {
-    "generic": (),
-    "avx2": _AVX2,
-    "avx512": _AVX512,
-    "avx512_bf16": (*_AVX512, "-mavx512bf16"),
+_AVX512_BF16: Final = (*_AVX512, "-mavx512bf16")
+_GENERIC: Final = {"generic": ()}
+_X86_INSTRUCTION_SETS: Final = {**_GENERIC, "avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": _AVX512_BF16}
+_X86_TILES: Final = {
+    "amx": (*_AVX512_BF16, "-DHC_BASE=avx512_bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    "amx_emulated": (*_AVX2, "-DHC_BASE=avx2", "-DHC_AMX_EMULATED"),
 }
+"""Sets whose other kernels are those of HC_BASE."""
 _ONCE: Final = ("attend_scratch.c", "barrier.c", "library.c", "pack.c", "supports.c", "team.c")
 """Files of the compute library that are compiled without an instruction set's flags; the others are its kernels."""
+_TILES: Final = ("experts.c", "latent.c", "linear.c", "linear_tiles.c", "table.c")
+"""Kernels that multiply with tiles, or call one that does."""
+_TILES_ONLY: Final = ("linear_tiles.c",)
 _ROUNDED: Final = ("route.c",)
 """Kernels whose products are rounded before they are added: all machines and devices get the same numbers."""
 _TIMEOUT_S: Final = 300.0
@@ -128,15 +133,19 @@ def build_compute(target: Path = COMPUTE_LIBRARY, *, folder: Path = COMPUTE_FOLD
 
 
 def _compute_units(folder: Path, compiler: Sequence[str]) -> list[_Unit]:
-    kernels = [source for source in sorted(folder.glob("*.c")) if source.name not in _ONCE]
+    sources = [source for source in sorted(folder.glob("*.c")) if source.name not in _ONCE]
+    kernels = [source for source in sources if source.name not in _TILES_ONLY]
+    tiles = [source for source in sources if source.name in _TILES]
     is_x86 = _run([*compiler, "-dumpmachine"]).startswith("x86_64")
-    isas = _X86_INSTRUCTION_SETS if is_x86 else {"generic": ()}
+    isas, tile_isas = (_X86_INSTRUCTION_SETS, _X86_TILES) if is_x86 else (_GENERIC, {})
+    compiled = [(kernels, isas), (tiles, tile_isas)]
     return [
         *(_Unit(folder / name, Path(name).stem, ()) for name in _ONCE),
         *(
             _Unit(source, f"{source.stem}-{isa}", (*_kernel_flags(source), *flags, f"-DHC_ISA={isa}"))
-            for isa, flags in isas.items()
-            for source in kernels
+            for sources, sets in compiled
+            for isa, flags in sets.items()
+            for source in sources
         ),
     ]
 

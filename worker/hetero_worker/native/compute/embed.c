@@ -18,7 +18,7 @@ static void floats(const hc_weight *table, const void *panel, uint64_t lane, uin
         } else if (table->format == HC_F8) {
             *y = hc_half_to_float(hc_half_of_f8(((const uint8_t *)panel)[at]));
         } else {
-            uint32_t bits = (uint32_t)((const uint16_t *)panel)[at] << 16;
+            uint32_t bits = (uint32_t)((const uint16_t *)panel)[(i / 2 * HC_PANEL + lane) * 2 + 1 - i % 2] << 16;
             memcpy(y, &bits, sizeof bits);
         }
     }

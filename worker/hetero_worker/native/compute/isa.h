@@ -1,7 +1,8 @@
 /* What kernels are written in: vectors of 16 floats, as the compiler has them for the instruction set it compiles for.
  *
  * The build compiles each kernel file once an instruction set, with HC_ISA defined as its name (generic, avx2, avx512,
- * avx512_bf16). On aarch64 generic has NEON. What vector extensions do not say (widening 16-bit floats, dot products of
+ * avx512_bf16). Of a set with tiles (amx, amx_emulated) it compiles only what multiplies with them; all else is that of
+ * HC_BASE. On aarch64 generic has NEON. What vector extensions do not say (widening 16-bit floats, dot products of
  * bytes) is here in intrinsics, with plain C for the rest. */
 #ifndef HETERO_ISA_H
 #define HETERO_ISA_H
@@ -20,6 +21,10 @@
 #define HC_JOIN_(a, b) a##_##b
 #define HC_JOIN(a, b) HC_JOIN_(a, b)
 #define HC_NAME(function) HC_JOIN(function, HC_ISA)
+#ifndef HC_BASE
+#define HC_BASE HC_ISA
+#endif
+#define HC_BASE_NAME(function) HC_JOIN(function, HC_BASE)
 #define HC_TEXT_(a) #a
 #define HC_TEXT(a) HC_TEXT_(a)
 

@@ -16,9 +16,9 @@
 
 extern const hc_isa_table hc_table_generic;
 #if defined(__x86_64__)
-extern const hc_isa_table hc_table_avx2, hc_table_avx512, hc_table_avx512_bf16;
-static const hc_isa_table *const TABLES[] = {&hc_table_avx512_bf16, &hc_table_avx512, &hc_table_avx2,
-                                             &hc_table_generic};
+extern const hc_isa_table hc_table_avx2, hc_table_avx512, hc_table_avx512_bf16, hc_table_amx, hc_table_amx_emulated;
+static const hc_isa_table *const TABLES[] = {&hc_table_amx,  &hc_table_avx512_bf16, &hc_table_avx512,
+                                             &hc_table_avx2, &hc_table_generic,     &hc_table_amx_emulated};
 #else
 static const hc_isa_table *const TABLES[] = {&hc_table_generic};
 #endif

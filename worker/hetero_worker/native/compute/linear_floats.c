@@ -1,9 +1,10 @@
 /* y = x · Wᵀ + bias for weights that are floats: all sums are of float32, with one rounding for product and addition
  * where the machine has it.
  *
- * bfloat16 rows meet bfloat16 weights in pairs of inputs, where the machine has that (AVX512_BF16): twice the products an
- * instruction, whose sums are of float32 as well. It adds the upper half of a pair first, so the input that comes first
- * lies there, and sums have the bits of products one by one; only subnormal numbers count as 0.
+ * bfloat16 weights lie in pairs of inputs, which widen by a shift and by a mask. bfloat16 rows meet them in pairs, where the
+ * machine has that (AVX512_BF16): twice the products an instruction, whose sums are of float32 as well. It adds the upper
+ * half of a pair first, so the input that comes first lies there, and sums have the bits of products one by one; only
+ * subnormal numbers count as 0. (Where the machine has tiles, linear_tiles.c multiplies with these weights.)
  *
  * A sum is made input by input, from the first to the last of HC_BLOCK, and the blocks' sums are added in their order: so it
  * is the same for all numbers of rows. Few tiles of rows read the weights as they are stored and widen them in registers;
@@ -44,12 +45,21 @@ typedef struct {
     int is_first, is_last; /* of a row's blocks */
 } hc_piece;
 
-HC_INLINE f32x16 widened(const char *p, int format) {
+/* Inputs that lie together: of bfloat16 two, in each lane. */
+#define UNIT(format) ((format) == HC_BF16 ? 2u : 1u)
+
+/* Bytes of 16 lanes of a unit. */
+HC_INLINE uint64_t vector_bytes(uint64_t format) { return HC_LANES * UNIT(format) * hc_float_width(format); }
+
+/* Input `i` of a unit. */
+HC_INLINE f32x16 widened(const char *p, const int format, const uint64_t i) {
+    u32x16 pairs;
     switch (format) {
     case HC_F32:
         return hc_load((const float *)p);
     case HC_BF16:
-        return hc_widen_bf16((const uint16_t *)p);
+        memcpy(&pairs, p, sizeof pairs);
+        return (f32x16)(i ? pairs << 16 : pairs & 0xffff0000);
     case HC_F8:
         return hc_widen_f8((const uint8_t *)p);
     default:
@@ -79,7 +89,7 @@ HC_INLINE void write_sums(const int rows, const int vectors, f32x16 sums[HC_MAX_
 }
 
 HC_INLINE void multiply_singly(const int rows, const int vectors, const int format, const hc_piece *piece) {
-    const uint64_t vector = HC_LANES * hc_float_width(format), step = HC_VECTORS * vector;
+    const uint64_t unit = UNIT(format), vector = vector_bytes(format), step = HC_VECTORS * vector;
     const uint16_t *scales = piece->scales;
     uint64_t of_group = piece->left;
     f32x16 sums[HC_MAX_TILE][HC_VECTORS];
@@ -100,20 +110,25 @@ HC_INLINE void multiply_singly(const int rows, const int vectors, const int form
             for (int v = 0; v < vectors; v++)
                 factors[v] = hc_widen_f16(scales + v * HC_LANES);
         }
-        for (uint64_t i = 0; i < now; i++, w += step) {
-            f32x16 weights[HC_VECTORS];
+        for (uint64_t begin = 0; begin < now; begin += unit, w += step) {
             HC_UNROLLED
-            for (int v = 0; v < vectors; v++) {
-                weights[v] = widened(w + v * vector, format);
-                if (format == HC_F8)
-                    weights[v] = hc_product(weights[v], factors[v]);
-            }
-            HC_UNROLLED
-            for (int r = 0; r < rows; r++) {
-                f32x16 one = hc_all(x[r * HC_LANES + i]);
+            for (uint64_t i = begin; i < begin + unit; i++) {
+                if (i == now)
+                    break; /* there is no second input */
+                f32x16 weights[HC_VECTORS];
                 HC_UNROLLED
-                for (int v = 0; v < vectors; v++)
-                    sums[r][v] = hc_fma(one, weights[v], sums[r][v]);
+                for (int v = 0; v < vectors; v++) {
+                    weights[v] = widened(w + v * vector, format, i - begin);
+                    if (format == HC_F8)
+                        weights[v] = hc_product(weights[v], factors[v]);
+                }
+                HC_UNROLLED
+                for (int r = 0; r < rows; r++) {
+                    f32x16 one = hc_all(x[r * HC_LANES + i]);
+                    HC_UNROLLED
+                    for (int v = 0; v < vectors; v++)
+                        sums[r][v] = hc_fma(one, weights[v], sums[r][v]);
+                }
             }
         }
         x += rows * HC_LANES;
@@ -123,46 +138,25 @@ HC_INLINE void multiply_singly(const int rows, const int vectors, const int form
 }
 
 #if defined(__AVX512BF16__)
-/* Two inputs of a panel in pairs by column, the first one above. */
-HC_INLINE void take_pairs(__m512i first, __m512i second, __m512bh pairs[HC_VECTORS]) {
-    static const uint16_t COLUMNS[HC_VECTORS][2 * HC_LANES] = {
-        {32, 0, 33, 1, 34, 2, 35, 3, 36, 4, 37, 5, 38, 6, 39, 7, 40, 8, 41, 9, 42, 10, 43, 11, 44, 12, 45, 13, 46, 14, 47, 15},
-        {48, 16, 49, 17, 50, 18, 51, 19, 52, 20, 53, 21, 54, 22, 55, 23,
-         56, 24, 57, 25, 58, 26, 59, 27, 60, 28, 61, 29, 62, 30, 63, 31}};
-    HC_UNROLLED
-    for (int v = 0; v < HC_VECTORS; v++)
-        pairs[v] = (__m512bh)_mm512_permutex2var_epi16(first, _mm512_loadu_si512(COLUMNS[v]), second);
-}
-
-HC_INLINE void add_pairs(const int rows, const uint32_t *x, const __m512bh pairs[HC_VECTORS],
-                         f32x16 sums[HC_MAX_TILE][HC_VECTORS]) {
-    HC_UNROLLED
-    for (int r = 0; r < rows; r++) {
-        __m512bh one = (__m512bh)_mm512_set1_epi32((int)x[r * HC_LANES]);
-        HC_UNROLLED
-        for (int v = 0; v < HC_VECTORS; v++)
-            sums[r][v] = (f32x16)_mm512_dpbf16_ps((__m512)sums[r][v], one, pairs[v]);
-    }
-}
-
 HC_INLINE void multiply_pairs(const int rows, const hc_piece *piece) {
-    const uint64_t step = HC_PANEL * sizeof(uint16_t);
+    const uint64_t step = HC_VECTORS * vector_bytes(HC_BF16);
     f32x16 sums[HC_MAX_TILE][HC_VECTORS];
     begin_sums(rows, HC_VECTORS, sums, piece);
     const uint32_t *x = (const uint32_t *)piece->x;
     const char *w = piece->w;
-    __m512bh pairs[HC_VECTORS];
     for (uint64_t left = piece->count, at = 0; left; at += 2 * piece->ahead_step) {
         uint64_t now = left < 2 * HC_LANES ? left : 2 * HC_LANES;
         hc_ask_for(&piece->ahead, at);
         hc_ask_for(&piece->ahead, at + piece->ahead_step);
-        for (uint64_t i = 0; i < now / 2; i++, w += 2 * step) {
-            take_pairs(_mm512_loadu_si512(w), _mm512_loadu_si512(w + step), pairs);
-            add_pairs(rows, x + i, pairs, sums);
-        }
-        if (now % 2) {
-            take_pairs(_mm512_loadu_si512(w), _mm512_setzero_si512(), pairs);
-            add_pairs(rows, x + now / 2, pairs, sums);
+        for (uint64_t i = 0; i < (now + 1) / 2; i++, w += step) {
+            HC_UNROLLED
+            for (int r = 0; r < rows; r++) {
+                __m512bh one = (__m512bh)_mm512_set1_epi32((int)x[r * HC_LANES + i]);
+                HC_UNROLLED
+                for (int v = 0; v < HC_VECTORS; v++)
+                    sums[r][v] = (f32x16)_mm512_dpbf16_ps(
+                        (__m512)sums[r][v], one, (__m512bh)_mm512_loadu_si512(w + v * vector_bytes(HC_BF16)));
+            }
         }
         x += rows * HC_LANES;
         left -= now;
@@ -229,10 +223,18 @@ static multiplier *const MULTIPLIERS[HC_FORMATS + 1] = {
     /* that have no inputs */
     [HC_I8] = multiply_f32,  [HC_I4] = multiply_f32,    [HC_F4] = multiply_f32};
 
+HC_INLINE void widen_all(const char *panel, const int format, uint64_t count, float *out) {
+    const uint64_t unit = UNIT(format), vector = vector_bytes(format);
+    for (uint64_t i = 0; i < count; i++)
+        for (uint64_t v = 0; v < HC_VECTORS; v++, out += HC_LANES)
+            hc_store(out, widened(panel + (i / unit * HC_VECTORS + v) * vector, format, i % unit));
+}
+
 static void widen(const char *panel, uint64_t format, uint64_t count, float *out) {
-    for (uint64_t i = 0; i < count * HC_VECTORS; i++)
-        hc_store(out + i * HC_LANES, format == HC_BF16 ? hc_widen_bf16((const uint16_t *)panel + i * HC_LANES)
-                                                       : hc_widen_f16((const uint16_t *)panel + i * HC_LANES));
+    if (format == HC_BF16)
+        widen_all(panel, HC_BF16, count, out);
+    else
+        widen_all(panel, HC_F16, count, out);
 }
 
 /* A tile's rows, where it has that many; zeros for one that does not exist. */
@@ -327,7 +329,7 @@ static void multiply_tile(const hc_rows *rows, uint64_t first, uint64_t count, c
     for (uint64_t v = 0; v < HC_VECTORS; v += at_once) {
         piece.corner = hc_corner_of(rows->op, rows->sums, first, block->panel * HC_PANEL + v * HC_LANES);
         MULTIPLIERS[format](count, &piece);
-        piece.w += at_once * HC_LANES * hc_float_width(block->format);
+        piece.w += at_once * vector_bytes(block->format);
         piece.scales += block->format == HC_F8 ? at_once * HC_LANES : 0;
         piece.ahead.bytes = 0; /* it is asked for already */
     }

@@ -47,6 +47,11 @@ static void pack_halves(const uint16_t *row, uint16_t *lane, uint64_t begin, uin
 }
 
 /* Behind `in` there are values that stand for 0, as far as they are stored. */
+static void pack_pairs(const uint16_t *row, uint16_t *lane, uint64_t begin, uint64_t end, uint64_t in) {
+    for (uint64_t i = begin; i < end; i++)
+        lane[i / 2 * 2 * HC_PANEL + 1 - i % 2] = i < in ? row[i] : 0;
+}
+
 static void pack_bytes(const uint8_t *row, uint8_t *lane, uint64_t begin, uint64_t end, uint64_t in) {
     for (uint64_t i = begin; i < end; i++)
         lane[i / 4 * 4 * HC_PANEL + i % 4] = (uint8_t)((i < in ? row[i] : 0) + HC_I8_ZERO);
@@ -66,7 +71,7 @@ static void pack_nibbles(const uint8_t *row, uint8_t *lane, uint64_t begin, uint
 }
 
 static void pack_some(const hc_pack_op *op, uint64_t row, uint64_t begin, uint64_t end) {
-    static const uint64_t widths[HC_FORMATS] = {4, 2, 2, 1, 1, 1, 1}, lanes[HC_FORMATS] = {4, 2, 2, 4, 4, 1, 4};
+    static const uint64_t widths[HC_FORMATS] = {4, 2, 2, 1, 1, 1, 1}, lanes[HC_FORMATS] = {4, 4, 2, 4, 4, 1, 4};
     const hc_weight *weight = op->weight;
     uint64_t width = widths[weight->format];
     const void *from = (const char *)op->values + row * op->stride * width;
@@ -77,6 +82,8 @@ static void pack_some(const hc_pack_op *op, uint64_t row, uint64_t begin, uint64
         pack_floats(from, lane, begin, end);
     else if (hc_has_nibbles(weight))
         pack_nibbles(from, lane, begin, end, weight->in);
+    else if (weight->format == HC_BF16)
+        pack_pairs(from, lane, begin, end, weight->in);
     else if (width == sizeof(uint32_t))
         pack_words(from, lane, begin, end);
     else
@@ -126,6 +133,8 @@ void hc_pack(const hc_op *any, hc_crew *crew, uint64_t member) {
 uint64_t hc_linear_scratch(const hc_linear_op *op, uint64_t team_size) {
     const hc_weight *weight = op->weight;
     uint64_t rows = op->op.rows;
-    uint64_t copies = !hc_copies_rows(op) ? 0 : rows <= HC_FEW_ROWS ? team_size : 1;
-    return copies * hc_rows_bytes(op) + team_size * hc_unpacked_bytes(weight) + hc_sums_bytes(op);
+    uint64_t of_rows = rows <= HC_FEW_ROWS ? team_size : 1;
+    uint64_t bytes = (hc_copies_rows(op) ? of_rows * hc_rows_bytes(op) : 0) + hc_sums_bytes(op);
+    uint64_t tiles = weight->format == HC_BF16 ? of_rows * hc_tile_rows_bytes(op) : 0;
+    return (bytes > tiles ? bytes : tiles) + team_size * hc_unpacked_bytes(weight);
 }

@@ -4,7 +4,8 @@
  * single stream, at the memory's speed; with panels of 16, four of which are multiplied at once, it was a quarter slower.
  * Panels follow one another, the last is filled up with zeros, and so is each row to the format's unit of inputs:
  *
- *     floats  [panel][input][32]
+ *     F32, F16  [panel][input][32]
+ *     BF16    [panel][input / 2][32][2]: pairs, the first input in the upper half of 32 bits; filled up to HC_PAIRED_INPUTS
  *     I8      [panel][input / 4][32][4]: v + 128, as dot products of bytes want one side without a sign
  *     F8      [panel][input][32]
  *     I4, F4  [panel][input / 8][32][4]: the low four bits of the bytes are inputs 0..3 of eight, the high ones 4..7
@@ -17,6 +18,8 @@
 #define HC_I8_ZERO 128 /* what an I8 byte is that stands for 0 */
 #define HC_I4_ZERO 8   /* the same of I4 without minima */
 #define HC_F4_ZERO 12  /* what twice a 4-bit float is more than itself, once it is looked up */
+
+#define HC_PAIRED_INPUTS 32 /* what a tile takes of bfloat16 inputs at once */
 
 static inline uint64_t hc_round_up(uint64_t count, uint64_t unit) { return (count + unit - 1) / unit * unit; }
 
@@ -36,7 +39,7 @@ static inline int hc_has_nibbles(const hc_weight *weight) {
 
 /* Inputs of a row as they are stored. */
 static inline uint64_t hc_stored_inputs(const hc_weight *weight) {
-    static const uint64_t units[HC_FORMATS] = {1, 1, 1, 4, 8, 1, 8};
+    static const uint64_t units[HC_FORMATS] = {1, HC_PAIRED_INPUTS, 1, 4, 8, 1, 8};
     return hc_round_up(weight->in, units[weight->format]);
 }
 
