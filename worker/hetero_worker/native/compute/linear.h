@@ -47,6 +47,14 @@ static inline uint64_t hc_tile_rows_bytes(const hc_linear_op *op) {
     return hc_round_up(op->op.rows, 16) * hc_stored_inputs(op->weight) * hc_terms(op->type) * sizeof(uint16_t);
 }
 
+#define HC_KEPT_SUMS 64u /* of 32 rows and a panel, that are kept from one block of inputs to the next, at most */
+
+/* Bytes of sums that a member keeps, where tiles multiply more than 32 rows. */
+static inline uint64_t hc_kept_bytes(const hc_linear_op *op) {
+    uint64_t most = (op->op.rows + 31) / 32 * hc_panels(op->weight);
+    return op->op.rows <= 32 ? 0 : (most < HC_KEPT_SUMS ? most : HC_KEPT_SUMS) * HC_PANEL * 32 * sizeof(float);
+}
+
 /* Whether kernels copy rows of x before they multiply: all but a single one that is as they want it. */
 static inline int hc_copies_rows(const hc_linear_op *op) {
     return op->op.rows > 1 || op->type != HC_F32 || hc_is_quantized(op->weight);

@@ -7,7 +7,9 @@
  * A sum is made HC_PAIRED_INPUTS inputs at a time, term by term, in a float32 accumulator that stays in its tile: first
  * inputs of pairs by themselves, then second ones, then both together. It is the same for all numbers of rows.
  *
- * Rows of x are put together as tiles read them: [rows / 16][inputs / 32][term][row][32], first inputs of pairs above. */
+ * Rows of x are put together as tiles read them: [rows / 16][inputs / 32][term][row][32], first inputs of pairs above. As much
+ * of them as stays in cache meets panel after panel. Where that is not all inputs of enough rows, to read the weights seldom,
+ * it is a block of inputs, and sums of some panels are kept between one block and the next. */
 #include "amx.h"
 #include "linear.h"
 #include "tiles.h"
@@ -15,8 +17,7 @@
 extern hc_kernel HC_NAME(linear_tiles);
 
 #define HIGH (2 * HC_TILE_ROWS)            /* rows that are multiplied at once, with a panel */
-#define CACHED_BYTES (1280u * 1024)        /* of x that are gone through for panel after panel */
-#define LEAST_HIGH 2u                      /* that are, for else weights are read too often */
+#define X_BYTES (512u * 1024)              /* of x that stay in the second cache, and meet panel after panel */
 #define STEP_BYTES (HC_PAIRED_INPUTS * HC_PANEL * sizeof(uint16_t)) /* of a panel, for a tile's inputs */
 #define ROW_BYTES (HC_VECTORS * HC_TILE_BYTES)                      /* of a panel, for a pair */
 #define TERM_BYTES (HC_TILE_ROWS * HC_TILE_BYTES)
@@ -115,29 +116,43 @@ static void put_rows(const hc_rows *rows, uint64_t begin, uint64_t end) {
     }
 }
 
-/* A panel, and rows of one or two tiles. */
+/* A block of inputs: of a panel, and of rows of one or two tiles. */
 typedef struct {
     const char *w, *x;
     uint64_t steps, of_tile;
+    float *sums; /* [HIGH][HC_PANEL]: of the blocks before */
     hc_ahead ahead;
     hc_corner corner;
+    int is_first, is_last;
 } hc_piece;
 
 HC_INLINE void multiply(const int tiles, const int terms, const hc_piece *piece, hc_amx *amx) {
     (void)amx;
-    _Alignas(64) float sums[HIGH][HC_PANEL];
+    const uint64_t stride = HC_PANEL * sizeof(float);
     const char *w = piece->w, *x = piece->x;
-    hc_ask_for_corner(&piece->corner, tiles * HC_TILE_ROWS, HC_VECTORS);
-    HC_AMX_ZERO(amx, SUM_00);
-    HC_AMX_ZERO(amx, SUM_01);
-    if (tiles == 2) {
-        HC_AMX_ZERO(amx, SUM_10);
-        HC_AMX_ZERO(amx, SUM_11);
+    float *sums = piece->sums, *low = sums + HC_TILE_ROWS * HC_PANEL;
+    if (piece->is_last)
+        hc_ask_for_corner(&piece->corner, tiles * HC_TILE_ROWS, HC_VECTORS);
+    if (piece->is_first) {
+        HC_AMX_ZERO(amx, SUM_00);
+        HC_AMX_ZERO(amx, SUM_01);
+        if (tiles == 2) {
+            HC_AMX_ZERO(amx, SUM_10);
+            HC_AMX_ZERO(amx, SUM_11);
+        }
+    } else {
+        HC_AMX_LOAD(amx, SUM_00, sums, stride);
+        HC_AMX_LOAD(amx, SUM_01, sums + HC_LANES, stride);
+        if (tiles == 2) {
+            HC_AMX_LOAD(amx, SUM_10, low, stride);
+            HC_AMX_LOAD(amx, SUM_11, low + HC_LANES, stride);
+        }
     }
     for (uint64_t step = 0; step < piece->steps; step++, w += STEP_BYTES) {
         hc_ask_for(&piece->ahead, step * STEP_BYTES);
         HC_AMX_LOAD(amx, W_0, w, ROW_BYTES);
         HC_AMX_LOAD(amx, W_1, w + HC_TILE_BYTES, ROW_BYTES);
+        HC_UNROLLED
         for (int term = 0; term < terms; term++, x += TERM_BYTES) {
             HC_AMX_LOAD(amx, X_0, x, HC_TILE_BYTES);
             HC_AMX_DOT_BF16(amx, SUM_00, X_0, W_0);
@@ -149,13 +164,14 @@ HC_INLINE void multiply(const int tiles, const int terms, const hc_piece *piece,
             }
         }
     }
-    HC_AMX_STORE(amx, SUM_00, sums[0], sizeof *sums);
-    HC_AMX_STORE(amx, SUM_01, sums[0] + HC_LANES, sizeof *sums);
+    HC_AMX_STORE(amx, SUM_00, sums, stride);
+    HC_AMX_STORE(amx, SUM_01, sums + HC_LANES, stride);
     if (tiles == 2) {
-        HC_AMX_STORE(amx, SUM_10, sums[HC_TILE_ROWS], sizeof *sums);
-        HC_AMX_STORE(amx, SUM_11, sums[HC_TILE_ROWS] + HC_LANES, sizeof *sums);
+        HC_AMX_STORE(amx, SUM_10, low, stride);
+        HC_AMX_STORE(amx, SUM_11, low + HC_LANES, stride);
     }
-    hc_write_tile(&piece->corner, tiles * HC_TILE_ROWS, HC_VECTORS, (const f32x16 *)sums, 1, 1);
+    if (piece->is_last)
+        hc_write_tile(&piece->corner, tiles * HC_TILE_ROWS, HC_VECTORS, (const f32x16 *)sums, 1, 1);
 }
 
 static void multiply_piece(uint64_t tiles, uint64_t terms, const hc_piece *piece, hc_amx *amx) {
@@ -169,19 +185,60 @@ static void multiply_piece(uint64_t tiles, uint64_t terms, const hc_piece *piece
         multiply(2, 3, piece, amx);
 }
 
-/* Panel after panel, each by all of the part's rows. */
-static void multiply_part(const hc_rows *rows, const hc_part *part, hc_amx *amx) {
+static uint64_t tiles_at(const hc_rows *rows, uint64_t high) {
+    return rows->count - high * HIGH > HC_TILE_ROWS ? 2 : 1;
+}
+
+/* What is gone through at a time: rows that are multiplied at once, inputs, panels. */
+typedef struct {
+    uint64_t high, steps, panels;
+} hc_batch;
+
+static hc_batch batch_of(const hc_rows *rows, const hc_part *part) {
+    uint64_t step_bytes = 2 * rows->terms * TERM_BYTES, all = part->behind_tiles - part->first_tile;
+    uint64_t most = X_BYTES / (step_bytes * rows->steps), enough = rows->terms == 1 ? 8 : 4;
+    if (all <= most || most >= enough || all == 1)
+        return (hc_batch){all <= most || all == 1 ? all : most, rows->steps, UINT64_MAX};
+    uint64_t high = all < enough ? all : enough, steps = X_BYTES / (step_bytes * high);
+    return (hc_batch){high, steps, HC_KEPT_SUMS / high};
+}
+
+/* Rows and panels of a batch, block by block of inputs. */
+static void multiply_batch(const hc_rows *rows, const hc_part *part, const hc_batch *batch, float *kept, hc_amx *amx) {
     const hc_weight *weight = rows->op->weight;
-    hc_stream stream = hc_stream_of(hc_panel(weight, part->behind_panels), STEP_BYTES,
-                                    part->behind_tiles - part->first_tile, hc_panel_bytes(weight));
-    hc_piece piece = {.steps = rows->steps, .of_tile = rows->of_tile};
-    for (uint64_t panel = part->first_panel; panel < part->behind_panels; panel++) {
-        piece.w = hc_panel(weight, panel);
-        for (uint64_t high = part->first_tile; high < part->behind_tiles; high++) {
-            piece.x = rows->x + 2 * high * rows->of_tile;
-            piece.ahead = hc_ahead_of(&stream, piece.w, high - part->first_tile);
-            piece.corner = hc_corner_of(rows->op, NULL, high * HIGH, panel * HC_PANEL);
-            multiply_piece(rows->count - high * HIGH > HC_TILE_ROWS ? 2 : 1, rows->terms, &piece, amx);
+    uint64_t high = part->behind_tiles - part->first_tile;
+    hc_stream stream = hc_stream_of(hc_panel(weight, hc_panels(weight)), STEP_BYTES, high, hc_panel_bytes(weight));
+    _Alignas(64) float sums[HIGH * HC_PANEL];
+    hc_piece piece = {.of_tile = rows->of_tile, .sums = sums};
+    for (uint64_t step = 0; step < rows->steps; step += batch->steps) {
+        piece.steps = rows->steps - step < batch->steps ? rows->steps - step : batch->steps;
+        piece.is_first = !step;
+        piece.is_last = step + piece.steps == rows->steps;
+        for (uint64_t panel = part->first_panel; panel < part->behind_panels; panel++)
+            for (uint64_t i = 0; i < high; i++) {
+                uint64_t first = part->first_tile + i;
+                piece.w = (const char *)hc_panel(weight, panel) + step * STEP_BYTES;
+                piece.x = rows->x + 2 * first * rows->of_tile + step * rows->terms * TERM_BYTES;
+                piece.ahead = hc_ahead_of(&stream, piece.w, i);
+                piece.corner = hc_corner_of(rows->op, NULL, first * HIGH, panel * HC_PANEL);
+                if (batch->steps < rows->steps)
+                    piece.sums = kept + ((panel - part->first_panel) * high + i) * HIGH * HC_PANEL;
+                multiply_piece(rows->count - first * HIGH > HC_TILE_ROWS ? 2 : 1, rows->terms, &piece, amx);
+            }
+    }
+}
+
+static void multiply_part(const hc_rows *rows, const hc_part *part, float *kept, hc_amx *amx) {
+    hc_batch batch = batch_of(rows, part);
+    hc_part some;
+    for (some.first_tile = part->first_tile; some.first_tile < part->behind_tiles; some.first_tile = some.behind_tiles) {
+        uint64_t left = part->behind_tiles - some.first_tile;
+        some.behind_tiles = some.first_tile + (left < batch.high ? left : batch.high);
+        for (some.first_panel = part->first_panel; some.first_panel < part->behind_panels;
+             some.first_panel = some.behind_panels) {
+            left = part->behind_panels - some.first_panel;
+            some.behind_panels = some.first_panel + (left < batch.panels ? left : batch.panels);
+            multiply_batch(rows, &some, &batch, kept, amx);
         }
     }
 }
@@ -202,16 +259,9 @@ void HC_NAME(linear_tiles)(const hc_op *any, hc_crew *crew, uint64_t member) {
     }
     if (part.first_tile == part.behind_tiles || part.first_panel == part.behind_panels)
         return;
-    uint64_t at_once = CACHED_BYTES / (2 * rows.of_tile);
-    at_once = at_once < LEAST_HIGH ? LEAST_HIGH : at_once;
     uint8_t of_rows = rows.count < HC_TILE_ROWS ? (uint8_t)rows.count : HC_TILE_ROWS;
     hc_amx amx;
     hc_amx_open(&amx, (const uint8_t[8]){of_rows, of_rows, of_rows, of_rows, of_rows, of_rows, HC_TILE_ROWS, HC_TILE_ROWS});
-    for (uint64_t first = part.first_tile; first < part.behind_tiles; first += at_once) {
-        hc_part some = part;
-        some.first_tile = first;
-        some.behind_tiles = first + at_once < part.behind_tiles ? first + at_once : part.behind_tiles;
-        multiply_part(&rows, &some, &amx);
-    }
+    multiply_part(&rows, &part, (float *)(rows.x + hc_tile_rows_bytes(op) + member * hc_kept_bytes(op)), &amx);
     hc_amx_close(&amx);
 }
