@@ -78,6 +78,7 @@ def test_a_source_that_does_not_compile_leaves_the_old_library(tmp_path: Path) -
     assert not list(tmp_path.glob(".build-*"))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("compiler", ["gcc", "clang", "aarch64-linux-gnu-gcc"])
 def test_it_builds_without_a_warning(compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which(compiler) is None:

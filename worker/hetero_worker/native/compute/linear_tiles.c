@@ -65,31 +65,44 @@ HC_INLINE void store_pairs(const u32x16 inputs[2], char *to) {
 #endif
 }
 
-/* The first term, in the upper half: what is cut off is in the next ones. NaN stays NaN. */
-HC_INLINE u32x16 first_term(f32x16 x) {
-    u32x16 is_nan = (u32x16)(x != x);
-    return ((u32x16)x & 0xffff0000) | (is_nan & 0x400000);
+/* Lanes that are infinite, or NaN. */
+HC_INLINE u32x16 no_numbers(f32x16 x) { return (u32x16)(((u32x16)x & 0x7f800000) == 0x7f800000); }
+
+HC_INLINE int has_any(u32x16 mask) {
+    uint64_t any = 0, parts[sizeof mask / sizeof any];
+    memcpy(parts, &mask, sizeof mask);
+    for (uint64_t i = 0; i < sizeof mask / sizeof any; i++)
+        any |= parts[i];
+    return any != 0;
 }
 
-/* What terms are left for. */
-HC_INLINE f32x16 without(f32x16 x, u32x16 term) {
-    u32x16 is_finite = (u32x16)(((i32x16)x & 0x7f800000) != 0x7f800000);
-    return (f32x16)((u32x16)(x - (f32x16)term) & is_finite);
-}
-
-/* 32 inputs of a row, of which `count` exist, to all terms. */
+/* 32 inputs of a row, of which `count` exist, to all terms. What a term cuts off of a number is in the next ones; infinity
+ * and NaN are the first term, NaN with a bit more lest it become infinity. */
 HC_INLINE void put_inputs(const void *x, uint64_t count, const uint64_t type, char *to) {
     f32x16 v[2];
     for (uint64_t i = 0; i < 2; i++) {
         uint64_t left = count > i * HC_LANES ? count - i * HC_LANES : 0;
         v[i] = left ? hc_load_as(hc_at(x, i * HC_LANES, type), left < HC_LANES ? left : HC_LANES, type) : hc_all(0);
     }
+    u32x16 odd[2] = {no_numbers(v[0]), no_numbers(v[1])};
+    if (type == HC_F32 && has_any(odd[0] | odd[1])) {
+        for (int i = 0; i < 2; i++) {
+            u32x16 first = ((u32x16)v[i] & 0xffff0000) | ((u32x16)(v[i] != v[i]) & 0x400000);
+            v[i] = (f32x16)((u32x16)v[i] & ~odd[i]);
+            odd[i] &= first;
+        }
+    } else {
+        odd[0] = odd[1] = (u32x16){0};
+    }
     const uint64_t terms = hc_terms(type);
     for (uint64_t term = 0; term < terms; term++, to += TERM_BYTES) {
-        u32x16 parts[2] = {first_term(v[0]), first_term(v[1])};
+        u32x16 parts[2];
+        for (int i = 0; i < 2; i++) {
+            parts[i] = (u32x16)v[i] & 0xffff0000;
+            v[i] = v[i] - (f32x16)parts[i];
+            parts[i] |= term ? (u32x16){0} : odd[i];
+        }
         store_pairs(parts, to);
-        v[0] = without(v[0], parts[0]);
-        v[1] = without(v[1], parts[1]);
     }
 }
 
