@@ -4,7 +4,7 @@
  * are plain C that gives the same bits, so that what is made of tiles is tested on all machines. Without either there are
  * none, and HC_HAS_TILES is not defined.
  *
- * Tiles' numbers are constants. An operation opens them, on each thread, and closes them: what is open costs every switch
+ * Tiles' numbers are constants, from 0 to 7. An operation opens them, on each thread, and closes them: what is open costs every switch
  * of threads. */
 #ifndef HETERO_AMX_H
 #define HETERO_AMX_H
@@ -18,13 +18,14 @@
 #define HC_HAS_TILES
 
 typedef struct {
-    uint8_t rows[8];
+    uint8_t rows[8], row_bytes[8];
     _Alignas(64) uint8_t bytes[8][HC_TILE_ROWS][HC_TILE_BYTES];
 } hc_amx;
 
-static inline void hc_amx_open(hc_amx *amx, const uint8_t rows[8]) {
+static inline void hc_amx_open(hc_amx *amx, const uint8_t rows[8], const uint8_t row_bytes[8]) {
     memset(amx, 0, sizeof *amx);
     memcpy(amx->rows, rows, sizeof amx->rows);
+    memcpy(amx->row_bytes, row_bytes, sizeof amx->row_bytes);
 }
 
 static inline void hc_amx_close(hc_amx *amx) { (void)amx; }
@@ -33,12 +34,12 @@ static inline void hc_amx_zero_(hc_amx *amx, int to) { memset(amx->bytes[to], 0,
 
 static inline void hc_amx_load_(hc_amx *amx, int to, const void *from, uint64_t stride) {
     for (uint64_t row = 0; row < amx->rows[to]; row++)
-        memcpy(amx->bytes[to][row], (const char *)from + row * stride, HC_TILE_BYTES);
+        memcpy(amx->bytes[to][row], (const char *)from + row * stride, amx->row_bytes[to]);
 }
 
 static inline void hc_amx_store_(const hc_amx *amx, int from, void *to, uint64_t stride) {
     for (uint64_t row = 0; row < amx->rows[from]; row++)
-        memcpy((char *)to + row * stride, amx->bytes[from][row], HC_TILE_BYTES);
+        memcpy((char *)to + row * stride, amx->bytes[from][row], amx->row_bytes[from]);
 }
 
 /* The instruction takes subnormal numbers for 0, and gives 0 for them. */
@@ -68,7 +69,7 @@ static inline void hc_amx_dot_bf16_(hc_amx *amx, int to, int a, int b) {
         }
 }
 
-/* Signed bytes of a with unsigned ones of b. */
+/* Signed bytes of both. */
 static inline void hc_amx_dot_bytes_(hc_amx *amx, int to, int a, int b) {
     for (uint64_t row = 0; row < amx->rows[to]; row++)
         for (uint64_t column = 0; column < HC_LANES; column++) {
@@ -77,7 +78,7 @@ static inline void hc_amx_dot_bytes_(hc_amx *amx, int to, int a, int b) {
             memcpy(&sum, at, sizeof sum);
             for (uint64_t quad = 0; quad < amx->rows[b]; quad++)
                 for (uint64_t i = 0; i < 4; i++)
-                    sum += (int8_t)amx->bytes[a][row][quad * 4 + i] * amx->bytes[b][quad][column * 4 + i];
+                    sum += (int8_t)amx->bytes[a][row][quad * 4 + i] * (int8_t)amx->bytes[b][quad][column * 4 + i];
             memcpy(at, &sum, sizeof sum);
         }
 }
@@ -97,11 +98,11 @@ typedef struct {
     uint8_t rows[16];
 } hc_amx;
 
-static inline void hc_amx_open(hc_amx *amx, const uint8_t rows[8]) {
+static inline void hc_amx_open(hc_amx *amx, const uint8_t rows[8], const uint8_t row_bytes[8]) {
     *amx = (hc_amx){.palette = 1};
     for (int i = 0; i < 8; i++) {
         amx->rows[i] = rows[i];
-        amx->row_bytes[i] = HC_TILE_BYTES;
+        amx->row_bytes[i] = row_bytes[i];
     }
     _tile_loadconfig(amx);
     __asm__ volatile("" ::: "memory"); /* the compiler does not know that loading a tile reads what was written before */
@@ -116,7 +117,7 @@ static inline void hc_amx_close(hc_amx *amx) {
 #define HC_AMX_LOAD(amx, to, from, stride) _tile_loadd(to, from, stride)
 #define HC_AMX_STORE(amx, from, to, stride) _tile_stored(from, to, stride)
 #define HC_AMX_DOT_BF16(amx, to, a, b) _tile_dpbf16ps(to, a, b)
-#define HC_AMX_DOT_BYTES(amx, to, a, b) _tile_dpbsud(to, a, b)
+#define HC_AMX_DOT_BYTES(amx, to, a, b) _tile_dpbssd(to, a, b)
 #endif
 
 #endif

@@ -66,6 +66,16 @@ static inline uint64_t hc_sums_bytes(const hc_linear_op *op) {
     return op->y_type == HC_F32 || has_one_block ? 0 : op->op.rows * op->weight->out * sizeof(float);
 }
 
+/* Whether tiles multiply quantised rows: many, with scales for as many inputs as a tile takes. */
+static inline int hc_takes_int_tiles(const hc_linear_op *op) {
+    return hc_is_quantized(op->weight) && op->op.rows > HC_FEW_ROWS && hc_x_group(op->weight) == HC_X_GROUP;
+}
+
+/* Bytes of a panel's values as signed bytes, for tiles. */
+static inline uint64_t hc_spread_bytes(const hc_linear_op *op) {
+    return hc_takes_int_tiles(op) ? hc_round_up(op->weight->in, HC_X_UNIT) * HC_PANEL : 0;
+}
+
 /* Bytes of a panel's 4-bit values, one a byte. */
 static inline uint64_t hc_unpacked_bytes(const hc_weight *weight) {
     return hc_has_nibbles(weight) ? hc_stored_inputs(weight) * HC_PANEL : 0;

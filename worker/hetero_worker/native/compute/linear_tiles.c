@@ -198,10 +198,6 @@ static void multiply_piece(uint64_t tiles, uint64_t terms, const hc_piece *piece
         multiply(2, 3, piece, amx);
 }
 
-static uint64_t tiles_at(const hc_rows *rows, uint64_t high) {
-    return rows->count - high * HIGH > HC_TILE_ROWS ? 2 : 1;
-}
-
 /* What is gone through at a time: rows that are multiplied at once, inputs, panels. */
 typedef struct {
     uint64_t high, steps, panels;
@@ -274,7 +270,8 @@ void HC_NAME(linear_tiles)(const hc_op *any, hc_crew *crew, uint64_t member) {
         return;
     uint8_t of_rows = rows.count < HC_TILE_ROWS ? (uint8_t)rows.count : HC_TILE_ROWS;
     hc_amx amx;
-    hc_amx_open(&amx, (const uint8_t[8]){of_rows, of_rows, of_rows, of_rows, of_rows, of_rows, HC_TILE_ROWS, HC_TILE_ROWS});
+    hc_amx_open(&amx, (const uint8_t[8]){of_rows, of_rows, of_rows, of_rows, of_rows, of_rows, HC_TILE_ROWS, HC_TILE_ROWS},
+                (const uint8_t[8]){64, 64, 64, 64, 64, 64, 64, 64});
     multiply_part(&rows, &part, (float *)(rows.x + hc_tile_rows_bytes(op) + member * hc_kept_bytes(op)), &amx);
     hc_amx_close(&amx);
 }

@@ -135,6 +135,11 @@ uint64_t hc_linear_scratch(const hc_linear_op *op, uint64_t team_size) {
     uint64_t rows = op->op.rows;
     uint64_t of_rows = rows <= HC_FEW_ROWS ? team_size : 1;
     uint64_t bytes = (hc_copies_rows(op) ? of_rows * hc_rows_bytes(op) : 0) + hc_sums_bytes(op);
-    uint64_t tiles = weight->format == HC_BF16 ? of_rows * hc_tile_rows_bytes(op) + team_size * hc_kept_bytes(op) : 0;
-    return (bytes > tiles ? bytes : tiles) + team_size * hc_unpacked_bytes(weight);
+    uint64_t tiles = 0;
+    bytes += team_size * hc_unpacked_bytes(weight);
+    if (weight->format == HC_BF16)
+        tiles = of_rows * hc_tile_rows_bytes(op) + team_size * hc_kept_bytes(op);
+    else if (hc_takes_int_tiles(op))
+        tiles = hc_tile_rows(rows) * hc_row_bytes(weight) + team_size * hc_spread_bytes(op);
+    return bytes > tiles ? bytes : tiles;
 }
