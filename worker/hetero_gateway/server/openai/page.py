@@ -67,7 +67,7 @@ class Page:
 
     async def _status(self, request: Request) -> Response:  # noqa: ARG002
         topology, stats, now_s = self._topology(), self._stats(), time.monotonic()
-        # In a thread: the answer of a large group takes milliseconds, which steps would wait for.
+        # In a thread: the answer of a large group takes a millisecond, which steps would wait for.
         content = await asyncio.to_thread(status_object, topology, stats, now_s=now_s)
         return JSONResponse(content, headers={"Cache-Control": "no-store"})
 
