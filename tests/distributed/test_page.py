@@ -6,6 +6,7 @@ HETERO_PAGE_PICTURES names a folder that keeps the screenshots.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -158,6 +159,7 @@ async def test_a_rank_is_killed_and_healed_while_the_page_shows_it(browser: Brow
         for each in (page, small):
             events = each.locator("#events")
             await expect(events).to_contain_text(f"Epoch {epoch + 1} is ready, after", timeout=PATIENCE_MS)
+            await expect(events).to_contain_text(re.compile(r"Epoch \d+ is \w+: .*rank [01]"))  # why it ended
             await expect(each.locator("#banner")).to_be_hidden()
             await expect(each.locator("#state")).to_have_text("ready")
         await text_grows(page, length + 40)  # the same answer goes on

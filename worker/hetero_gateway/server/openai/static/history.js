@@ -104,8 +104,10 @@ export class History {
     if (old === state && before.topology.epoch === now.topology.epoch) return;
     const down = this.#downSince ?? performance.now();
     const healed = state === "ready" && this.#downSince !== null ? `, after ${seconds(performance.now() - down)}` : "";
-    const reason = now.topology.reason && state === "aborted" ? `: ${now.topology.reason}` : "";
-    const tone = { ready: "good", aborted: "bad" }[state] || "";
+    // Why an epoch ended is said once; an end that fell between two looks shows in the next epoch.
+    const ended = state === "aborted" || (old !== "aborted" && before.topology.epoch !== now.topology.epoch);
+    const reason = ended && now.topology.reason ? `: ${now.topology.reason}` : "";
+    const tone = state === "ready" ? "good" : ended ? "bad" : "";
     this.#note(`Epoch ${now.topology.epoch} is ${state}${healed}${reason}`, tone);
     if (state === "ready") this.#downSince = null;
     else if (old === "ready") this.#downSince = performance.now();
