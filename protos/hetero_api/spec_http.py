@@ -44,3 +44,7 @@ class HttpSpec(SpecModel):
     """
     cors_origins: Annotated[list[CorsOrigin], Field(max_length=64)] = Field(default_factory=list)
     """Origins of web pages that may call the endpoint, e.g. https://chat.example.org; "*": all. Default: none."""
+    page: bool = True
+    """Serve a page at the endpoint's root: a chat, and a live picture of ranks, placement and healing. With keys its
+    files are open, and the picture needs a key of role admin.
+    """

@@ -203,6 +203,7 @@ CHANGES: Final[Mapping[str, Change]] = {
     "gateway.http.toolCallFormat": Change("Hermes", GATEWAY),
     "gateway.http.strictFields": Change(True, GATEWAY),
     "gateway.http.corsOrigins": Change(["https://chat.example"], GATEWAY),
+    "gateway.http.page": Change(False, GATEWAY),
     "gateway.service.type": Change(
         "NodePort", NOTHING, {"gateway.auth": {"mode": "None"}},
         more={**_CLIENT_SERVICE, "NetworkPolicy/NAME-gateway": "changed"},

@@ -97,7 +97,7 @@ def test_defaults_are_the_ones_in_the_golden_resource(client: Client, namespace:
             },
             "gateway": {
                 "service": {"type": "ClusterIP", "port": 50051, "httpPort": 8000}, "maxQueuedRequests": 1024,
-                "http": {"toolCallFormat": "Auto", "strictFields": False},
+                "http": {"toolCallFormat": "Auto", "strictFields": False, "page": True},
                 "resources": {"cpuMillis": 1000, "memory": "2Gi"}, "drainTimeoutSeconds": 60,
             },
             "recovery": {

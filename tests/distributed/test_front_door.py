@@ -53,3 +53,4 @@ def test_up_takes_keys_and_certificates_in_place_of_secrets(tmp_path: Path) -> N
         shown = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
         assert "ready" in shown.stdout
     assert "OpenAI API: https://" in group.output
+    assert "page: https://" in group.output

@@ -153,6 +153,7 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
     "gateway.http.toolCallFormat": {"gateway.http.toolCallFormat": "Hermes"},
     "gateway.http.strictFields": {"gateway.http.strictFields": True},
     "gateway.http.corsOrigins": {"gateway.http.corsOrigins": ["https://chat.example"]},
+    "gateway.http.page": {"gateway.http.page": False},
     "gateway.maxQueuedRequests": {"gateway.maxQueuedRequests": 11},
     "gateway.tls.secretName": {"gateway.tls.secretName": "other"},
     "gateway.tls.clientCASecretName": {"gateway.tls.clientCASecretName": "other"},

@@ -84,3 +84,4 @@ def test_a_local_group_needs_a_file_for_a_secret(tmp_path: Path) -> None:
     files = DoorFiles(keys=keys)
     files.check(gateway)
     assert files.arguments == ("--keys", str(keys))
+    assert DoorFiles(keys=keys, page=False).arguments == ("--keys", str(keys), "--no-page")

@@ -36,7 +36,7 @@ ADMIN = [method.name for method in admin_pb2.DESCRIPTOR.services_by_name["Admin"
 ROUTES = [
     ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/v1/models/g"),
     ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/version"), ("GET", "/nothing"), ("POST", "/health/"),
-    ("GET", "/metrics"),
+    ("GET", "/metrics"), ("GET", "/page/status"), ("GET", "/page/nothing.js"),
 ]  # fmt: skip
 LOOK_S = 0.01
 

@@ -85,6 +85,14 @@ ClientCaFolderOption = Annotated[
         "spec.gateway.tls.clientCASecretName in a cluster.",
     ),
 ]
+PageOption = Annotated[
+    bool,
+    typer.Option(
+        "--page/--no-page",
+        help="Whether the HTTP port has a page at its root, to chat and to watch the group. --no-page overrules "
+        "spec.gateway.http.page.",
+    ),
+]
 RemeasureOption = Annotated[
     bool,
     typer.Option(

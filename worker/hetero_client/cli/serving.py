@@ -54,6 +54,7 @@ def up(
     keys: options.KeysOption = None,
     tls_dir: options.TlsFolderOption = None,
     client_ca_dir: options.ClientCaFolderOption = None,
+    page: options.PageOption = True,
     remeasure: options.RemeasureOption = False,
     router_port: options.RouterPortOption = None,
     dp_local_rank: Annotated[
@@ -99,12 +100,13 @@ def up(
     from hetero_client.launcher.commands import DoorFiles
 
     home = HeteroHome.from_environment()
-    door = DoorFiles(keys=keys, tls=tls_dir, client_ca=client_ca_dir)
+    door = DoorFiles(keys=keys, tls=tls_dir, client_ca=client_ca_dir, page=page)
     _check_router(router, replicas=replicas, keys=router_keys, door=door, router_port=router_port, rank=dp_local_rank)
     if router:
         given = {"--model": model, "--keys": keys, "--tls-dir": tls_dir}
         group_options = [text for option, value in given.items() if value for text in (option, str(value))]
         group_options += ["--forkserver" if forkserver else "--no-forkserver", *(["--remeasure"] if remeasure else [])]
+        group_options += [] if page else ["--no-page"]
         serve_replicas(
             file, replicas, port=port, http_port=http_port, home=home, keys=router_keys, door=door,
             group_options=group_options,
@@ -185,6 +187,7 @@ def serve(
     ] = None,
     keys: options.KeysOption = None,
     tls_dir: options.TlsFolderOption = None,
+    page: options.PageOption = True,
     remeasure: options.RemeasureOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the manifest to standard output and end.")] = False,
 ) -> None:
@@ -205,7 +208,10 @@ def serve(
     if dry_run:
         print_data(manifest.text.rstrip())
         return
-    up(_kept(manifest, home), port=port, http_port=http_port, keys=keys, tls_dir=tls_dir, remeasure=remeasure)
+    up(
+        _kept(manifest, home), port=port, http_port=http_port, keys=keys, tls_dir=tls_dir, page=page,
+        remeasure=remeasure,
+    )  # fmt: skip
 
 
 @options.takes_sampling(*options.CHAT_SAMPLING)
@@ -408,6 +414,8 @@ def _show_ready(group: LocalGroup, topology: GroupTopology, times: StartTimes, *
         console.print(f"measurements of {when}; --remeasure repeats them", style="dim", highlight=False)
     scheme = "https" if config.door.tls is not None else "http"
     console.print(f"OpenAI API: {scheme}://{group.record.http}/v1", style="dim", highlight=False)
+    if config.door.page and config.resource.spec.gateway.http.page:
+        console.print(f"page: {scheme}://{group.record.http}/", style="dim", highlight=False)
     if group.record.router:
         console.print(f"for a router: grpc://{group.record.router}", style="dim", highlight=False)
     console.print(f"ready: {group.record.inference}", style="bold green", highlight=False)

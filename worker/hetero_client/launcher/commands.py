@@ -61,7 +61,7 @@ DOOR_OPTIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class DoorFiles:
-    """Files of the front door, in place of the Secrets that spec.gateway names in a cluster."""
+    """Files of the front door, in place of the Secrets that spec.gateway names in a cluster, and its page."""
 
     keys: Path | None = None
     """Keys file; None: callers need no key."""
@@ -69,6 +69,8 @@ class DoorFiles:
     """Folder with tls.crt and tls.key; None: no TLS."""
     client_ca: Path | None = None
     """Folder with ca.crt, whose certificates clients must show; None: they need none."""
+    page: bool = True
+    """False: no page at the HTTP door, whatever spec.gateway.http.page says."""
 
     def check(self, gateway: GatewaySpec) -> None:
         """Raise LocalSpecError for a Secret that no file stands for, and ManifestError for a wrong keys file."""
@@ -87,7 +89,8 @@ class DoorFiles:
         """Arguments of the gateway."""
         options = {"--keys": self.keys, "--tls-dir": self.tls, "--client-ca-dir": self.client_ca}
         given = {option: path for option, path in options.items() if path is not None}
-        return tuple(text for option, path in given.items() for text in (option, str(path.absolute())))
+        named = (text for option, path in given.items() for text in (option, str(path.absolute())))
+        return (*named, *(() if self.page else ("--no-page",)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,8 @@ class GatewayConfig:
     """Folder with ca.crt, the authority of certificates that clients must show; None: they need none."""
     inside_tls_dir: Path | None = None
     """Folder with tls.crt, tls.key and ca.crt for ranks and administrators; None: they are asked for their token."""
+    page: bool = True
+    """False: no page at the HTTP door, whatever the resource says."""
     log_level: str = "INFO"
 
     @classmethod
@@ -125,6 +127,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--admin-port", default=ADMIN_PORT, type=_port, metavar="N", help="default: %(default)s")
     add("--ranks-port", default=RANKS_PORT, type=_port, metavar="N", help="default: %(default)s")
     add("--http-port", type=_port, metavar="N", help="default: the resource's spec.gateway.service.httpPort")
+    add(
+        "--no-page",
+        action="store_false",
+        dest="page",
+        help="no page at the HTTP port's root; default: as the resource's spec.gateway.http.page says",
+    )
     add(
         "--keys",
         type=Path,

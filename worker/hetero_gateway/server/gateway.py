@@ -45,6 +45,7 @@ from hetero_gateway.server.metrics import EngineCollector, EngineReading, Gatewa
 from hetero_gateway.server.openai.access import GuardedApplication
 from hetero_gateway.server.openai.endpoint import ADAPTER_PATHS, METRICS_PATH, OpenAiEndpoint, with_cors
 from hetero_gateway.server.openai.http_server import HttpListener
+from hetero_gateway.server.openai.page import STATUS_PATH, Page
 from hetero_gateway.server.ranks import serve_ranks
 from hetero_gateway.server.reading import RequestReader
 from hetero_gateway.server.router.parts import RouterParts
@@ -93,7 +94,9 @@ class Gateway:
         admin_token: str | None = None,
         files: AccessFiles | None = None,
         tracer: Tracer | None = None,
+        with_page: bool = True,
     ) -> None:
+        """`with_page` False: no page is served, whatever the resource says."""
         self._files = files or AccessFiles()
         keys = self._files.keys
         self._door, self._scrapes, self._meters = Guard(Role.USER, keys), Guard(Role.METRICS, keys), Meters()
@@ -143,6 +146,8 @@ class Gateway:
         )
         serve_inference(self._inference, servicer)
         _add_health_and_reflection(self._inference, self._health, _INFERENCE_SERVICE)
+        http_settings = model.resource.spec.gateway.http
+        self._page = Page(self.group.topology, self.core.stats) if with_page and http_settings.page else None
         self._endpoint = OpenAiEndpoint(
             self.core,
             intake=intake,
@@ -152,8 +157,9 @@ class Gateway:
             in_flight=in_flight,
             adapters=self.group.adapters,
             rpcs=self._rpcs,
+            page=self._page,
         )
-        self._cors_origins = model.resource.spec.gateway.http.cors_origins
+        self._cors_origins = http_settings.cors_origins
         self._http: HttpListener | None = None
         self._admin_calls = Guard(Role.ADMIN, keys, admin_token, whose="the administrator's")
         self._admin = self._admin_server(self._admin_calls)
@@ -169,7 +175,13 @@ class Gateway:
         )
         # A browser's own questions show no key, so they come before the guard.
         guards = {METRICS_PATH: self._scrapes} | dict.fromkeys(ADAPTER_PATHS, self._admin_calls)
-        guarded = GuardedApplication(self._endpoint.application(), self._door, self._meters, guards=guards)
+        if self._files.keys is not None:
+            # Without keys the door is open, and /metrics says as much.
+            guards[STATUS_PATH] = self._admin_calls
+        open_paths = () if self._page is None else self._page.open_paths
+        guarded = GuardedApplication(
+            self._endpoint.application(), self._door, self._meters, guards=guards, open_paths=open_paths
+        )
         application = with_cors(guarded, self._cors_origins)
         host, tls = ports.host, self._files.tls
         self._http = HttpListener(

@@ -44,7 +44,9 @@ async def _live(config: GatewayConfig, model: ServedModel) -> int:
     )
     provider = start_tracing("heteroinference-gateway", os.environ)
     tracer = None if provider is None else provider.get_tracer("hetero_gateway")
-    gateway = Gateway(model, token=config.token, admin_token=config.admin_token, files=files, tracer=tracer)
+    gateway = Gateway(
+        model, token=config.token, admin_token=config.admin_token, files=files, tracer=tracer, with_page=config.page
+    )
     try:
         addresses = await gateway.listen(_ports(config, model))
         _announce(config, model, addresses)

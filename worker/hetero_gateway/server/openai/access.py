@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from starlette.datastructures import Headers
@@ -19,23 +19,33 @@ from hetero_gateway.server.openai.answers import Failure, failure_of
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS: Final = ("/health",)
+OPEN_PATHS: Final = frozenset({"/health"})
 
 
 class GuardedApplication:
-    """ASGI application behind a guard, or one of `guards` by path; every call that is let in counts in `meters`."""
+    """ASGI application behind a guard, or one of `guards` by path; every call that is let in counts in `meters`.
+
+    The paths of OPEN_PATHS and `open_paths` have no guard.
+    """
 
     def __init__(
-        self, application: ASGIApp, guard: Guard, meters: Meters, *, guards: Mapping[str, Guard] | None = None
+        self,
+        application: ASGIApp,
+        guard: Guard,
+        meters: Meters,
+        *,
+        guards: Mapping[str, Guard] | None = None,
+        open_paths: Collection[str] = (),
     ) -> None:
         self._application = application
         self._guard = guard
         self._meters = meters
         self._guards = guards or {}
+        self._open_paths = OPEN_PATHS.union(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one call."""
-        failure = None if scope["path"] in OPEN_PATHS else self._failure(scope)
+        failure = None if scope["path"] in self._open_paths else self._failure(scope)
         if failure is None:
             await self._application(scope, receive, send)
         else:

@@ -47,6 +47,7 @@ from hetero_gateway.server.openai.answers import (
 from hetero_gateway.server.openai.call import Call, Part
 from hetero_gateway.server.openai.embeddings import Embedder, EmbeddingsBody, embeddings
 from hetero_gateway.server.openai.http_server import RequestBodies, client_gone
+from hetero_gateway.server.openai.page import Page
 from hetero_gateway.server.openai.requests import chat_requests, completion_requests
 from hetero_gateway.server.openai.schema import (
     Body,
@@ -98,8 +99,11 @@ class OpenAiEndpoint:
         in_flight: InFlight,
         adapters: AdapterRegistry,
         rpcs: AdminRpcs,
+        page: Page | None = None,
     ) -> None:
+        """`page` None: none is served."""
         self._core = core
+        self._page = page
         self._adapters = adapters
         self._rpcs = rpcs
         self._loads_adapters = model.group_settings.spec.engine.adapters.over_http
@@ -148,6 +152,7 @@ class OpenAiEndpoint:
                 Route("/version", self._version),
                 Route("/health", self._health),
                 Route(METRICS_PATH, self._scrape),
+                *(self._page.routes() if self._page is not None else ()),
             ],
             exception_handlers={HTTPException: _wrong_door},
         )
