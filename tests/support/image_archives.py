@@ -57,7 +57,11 @@ def write_saved(path: Path, layers: Sequence[Layer], build: Build | None = None)
         "config": {"Entrypoint": ["python"], "Hostname": build.hostname, "Labels": {"a": "b"}},
         "container": build.hostname,
         "history": [
-            {"created": f"2026-01-01T00:00:{build.seed:02}Z", "created_by": f"/bin/sh -c #(nop) COPY dir:{number:064x}"}
+            {
+                "created": f"2026-01-01T00:00:{build.seed:02}Z",
+                "created_by": f"/bin/sh -c #(nop) COPY dir:{number:064x}",
+                "comment": f"FROM {number}",
+            }
             for number in range(build.seed, build.seed + len(layers))
         ],
         "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(blob).hexdigest()}" for blob in blobs]},

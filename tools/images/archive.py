@@ -94,19 +94,18 @@ def _fixed(config: Mapping[str, Any], diff_ids: list[str], created: int) -> dict
     stamp = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     kept = {name: config[name] for name in ("architecture", "os", "variant", "config") if name in config}
     kept["config"] = {name: value for name, value in kept["config"].items() if name not in ("Hostname", "Image")}
-    history = [
-        # A builder notes the digests of what it copied, with the times of its files.
-        {
-            **entry,
-            "created": stamp,
-            "created_by": re.sub(r"\b(file|dir|multi):[0-9a-f]{64}", r"\1", entry["created_by"]),
-        }
-        if "created_by" in entry
-        else {**entry, "created": stamp}
-        for entry in config.get("history", [])
-    ]
+    history = [_noted(entry, stamp) for entry in config.get("history", [])]
     rootfs = {"type": "layers", "diff_ids": diff_ids}
     return {**kept, "created": stamp, "rootfs": rootfs, **({"history": history} if history else {})}
+
+
+def _noted(entry: Mapping[str, Any], stamp: str) -> dict[str, Any]:
+    """Return a step of the build without what a builder notes of this build: digests of files with their times, names
+    of the images between."""
+    kept = {name: entry[name] for name in ("created_by", "empty_layer") if name in entry}
+    if "created_by" in kept:
+        kept["created_by"] = re.sub(r"\b(file|dir|multi):[0-9a-f]{64}", r"\1", kept["created_by"])
+    return {"created": stamp, **kept}
 
 
 def _write_sorted(source: IO[bytes], target: IO[bytes]) -> None:

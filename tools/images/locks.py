@@ -224,7 +224,7 @@ def make_lock(name: str, *, wheels: Path | None, index: str, folder: Path = LOCK
     places = [str(wheels)] if wheels is not None else [f"{TORCH_CPU_INDEX}/torch/"] if torch == "cpu" else []
     path = folder / f"{name}.txt"
     before = path.read_text(encoding="utf-8") if path.exists() else ""
-    blocks = [entry.text for entry in read_lock(_resolve(asked, versions, before, places=places, index=index))
+    blocks = [entry.text for entry in read_lock(resolve(asked, versions, before, places=places, index=index))
               if any(entry.concerns(where) for where in environments())]  # fmt: skip
     if torch == "cpu":
         listed = list(torch_cpu_blocks(constraints["torch"], TORCH_CPU.read_text(encoding="utf-8")))
@@ -250,10 +250,10 @@ def torch_cpu_blocks(version: Version, listing: str) -> Iterator[str]:
             )
 
 
-def _resolve(
+def resolve(
     asked: Sequence[str], versions: Mapping[str, str], before: str, *, places: Sequence[str], index: str
 ) -> str:
-    """Return what uv writes. Raises LockError."""
+    """Return the lock that uv makes within these versions, its comments as they are in a lock. Raises LockError."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         needed, pins, lock = folder / _SOURCE.replace(".toml", ".in"), folder / "constraints.txt", folder / "lock.txt"

@@ -26,6 +26,7 @@ from tools.images.locks import (
     read_lock,
     read_project,
     requirements,
+    resolve,
     torch_cpu_blocks,
     wanted,
 )
@@ -180,6 +181,33 @@ def make_wheel(folder: Path, name: str = "thing") -> Path:
             packed.writestr(path, text)
         packed.writestr(record, "".join(lines) + f"{record},,\n")
     return wheel
+
+
+def make_index(folder: Path, wheel: Path) -> str:
+    """An index with one package, by its URL."""
+    page = folder / wheel.name.partition("-")[0] / "index.html"
+    page.parent.mkdir(parents=True)
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    page.write_text(f'<a href="{wheel.as_uri()}#sha256={digest}">{wheel.name}</a>', encoding="utf-8")
+    return folder.as_uri()
+
+
+def test_a_lock_is_resolved_from_the_index_and_a_second_one_within_the_versions_that_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thing, other = make_wheel(tmp_path), make_wheel(tmp_path, "other")
+    for name in ("UV_FIND_LINKS", "UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("UV_DEFAULT_INDEX", make_index(tmp_path / "first", thing))
+    second = make_index(tmp_path / "second", other)
+    text = resolve(["thing>=0.5", "other"], {"thing": "1.0"}, "", places=[], index=second)
+    hashes = [hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in (other, thing)]
+    assert text == (
+        f"other==1.0 \\\n    --hash=sha256:{hashes[0]}\n    # via pyproject.toml\n"
+        f"thing==1.0 \\\n    --hash=sha256:{hashes[1]}\n    # via pyproject.toml\n"
+    )
+    with pytest.raises(LockError, match=r"there is no version of thing==2\.0"):
+        resolve(["thing>=0.5"], {"thing": "2.0"}, "", places=[], index="")
 
 
 def install(lock: str, wheels: Path, target: Path) -> subprocess.CompletedProcess[str]:
