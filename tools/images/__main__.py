@@ -12,10 +12,11 @@ from typing import Final
 
 from hetero_api.contract import VERSION
 from tools.images.archive import read_archive, rewrite
-from tools.images.audit import ask_for_advisories, image_problems
+from tools.images.audit import ask_for_advisories, image_problems, place
 from tools.images.base import REFERENCE, make_base
 from tools.images.builders import Builder, BuildTask, ImageError, find_builder
 from tools.images.catalogue import ROOT, NamedImage, source_revision
+from tools.images.contents import contents_of
 from tools.images.locks import LOCKS, LockError, check_locks, lock_names, make_lock, read_lock
 from tools.images.sbom import make_sbom, read_sbom
 from tools.images.settings import Settings
@@ -122,7 +123,8 @@ def audit(settings: Settings, *, require_advisories: bool) -> int:
         lock = read_lock((LOCKS / f"{named.name}.txt").read_text(encoding="utf-8"))
         image = read_archive(settings.save / f"{named.name}.tar")
         sbom = read_sbom((settings.save / f"{named.name}{SBOM_SUFFIX}").read_text(encoding="utf-8"))
-        problems, advisories = image_problems(image, lock, sbom), ask_for_advisories(lock)
+        problems, where = image_problems(image, lock, sbom), place(contents_of(image, base_layers=sbom.base_layers))
+        advisories = ask_for_advisories(lock, where)
         verdict = f"{len(problems)} problems" if problems else "as locked, recorded and listed"
         print(f"{named.name}: {len(image.files)} files and {len(sbom.packages)} packages of {image.digest}: {verdict}")
         for line in (*problems, *advisories.found):

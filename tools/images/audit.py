@@ -45,7 +45,7 @@ def image_problems(image: ImageContent, lock: Sequence[Entry], sbom: Sbom) -> li
 
 
 def _lock_problems(contents: Contents, lock: Sequence[Entry]) -> Iterator[str]:
-    where = environment(contents.python or "3.11", contents.machine or "x86_64")
+    where = place(contents)
     locked = {entry.name: entry.version for entry in lock if entry.concerns(where)}
     installed = {package.name: Version(package.version) for package in contents.packages if package.own}
     yield from (f"{name} is locked, and missing" for name in sorted(locked.keys() - installed.keys()))
@@ -96,9 +96,13 @@ class Advisories:
     """A line for each package that it could not ask about."""
 
 
-def ask_for_advisories(lock: Sequence[Entry], *, python: str = "3.11", machine: str = "x86_64") -> Advisories:
-    """Ask about the packages of a lock; without a network all of them are unchecked."""
-    where = environment(python, machine)
+def place(contents: Contents) -> dict[str, str]:
+    """Return the variables of markers in an image; where it has no packages, of the Dockerfiles' default."""
+    return environment(contents.python or "3.11", contents.machine or "x86_64")
+
+
+def ask_for_advisories(lock: Sequence[Entry], where: Mapping[str, str]) -> Advisories:
+    """Ask about the packages that a lock has there; without a network all of them are unchecked."""
     # A build for CPUs has the code, and so the advisories, of the release.
     pins = {entry.name: entry.version.public for entry in lock if entry.version is not None and entry.concerns(where)}
     with tempfile.TemporaryDirectory() as folder:

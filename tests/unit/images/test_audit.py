@@ -27,7 +27,7 @@ from tools.images.archive import ImageContent, read_archive, rewrite
 from tools.images.audit import ask_for_advisories, image_problems, read_advisories
 from tools.images.builders import ImageError
 from tools.images.contents import contents_of
-from tools.images.locks import read_lock
+from tools.images.locks import environment, read_lock
 from tools.images.sbom import make_sbom, read_sbom
 
 PINS = {"thing": "1.0", "numpy": "2.4.6"}
@@ -194,7 +194,7 @@ def test_without_a_network_pip_audit_gives_no_all_clear(monkeypatch: pytest.Monk
     """Asked by a real run of it, through a proxy that is not there."""
     for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    told = ask_for_advisories(read_lock(LOCK))
+    told = ask_for_advisories(read_lock(LOCK), environment("3.11", "x86_64"))
     assert told.found == ()
     assert told.unchecked
     assert "2 packages" in told.unchecked[0]
