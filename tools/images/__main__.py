@@ -152,7 +152,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     locks = commands.add_parser("locks", help="resolve the hashed locks of images, with uv")
     locks.add_argument("names", nargs="*", choices=[*lock_names(), []], help="some of them; default: all")
     locks.add_argument("--check", action="store_true", help="only compare them with pyproject.toml, without a network")
-    locks.add_argument("--wheels", type=Path, help="folder of wheels that are found, too")
+    locks.add_argument("--wheels", type=Path, help="folder with torch's wheel for CPUs")
     locks.add_argument("--index", default="", help="URL of an index with torch's build for another CUDA")
     audited = commands.add_parser("audit", help="compare the images in SAVE with locks and bills of materials")
     audited.add_argument(

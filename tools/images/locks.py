@@ -169,6 +169,14 @@ def _entry_problems(entry: Entry, constraints: Mapping[str, Version]) -> Iterato
         yield f"{entry.name} is {version}, and {agreed} in constraints.txt"
 
 
+def torch_problems(entries: Sequence[Entry], torch: str | None) -> Iterator[str]:
+    """Yield entries of torch that are not of the build that an image has: for "cpu", "cuda", or without it."""
+    for entry in entries:
+        version = entry.version
+        if entry.name == "torch" and version is not None and (torch == "cpu") != (version.local == "cpu"):
+            yield f"torch is {version}, which is no build for {torch}"
+
+
 def _environment_problems(
     entries: Sequence[Entry], needed: Sequence[Requirement], where: Mapping[str, str]
 ) -> Iterator[str]:
@@ -206,22 +214,25 @@ def check_locks(names: Sequence[str], folder: Path = LOCKS) -> list[str]:
         except (OSError, LockError) as error:
             found.append(f"{path.name}: {error}")
             continue
-        found += [f"{path.name}: {problem}" for problem in problems(entries, wanted(name, project), constraints)]
+        wrong = [*problems(entries, wanted(name, project), constraints), *torch_problems(entries, _torch(name))]
+        found += [f"{path.name}: {problem}" for problem in wrong]
     return found
 
 
 def make_lock(name: str, *, wheels: Path | None, index: str, folder: Path = LOCKS) -> Path:
     """Resolve and write a lock. Versions that an older one has are kept where they still fit. Raises LockError.
 
-    `wheels` is a folder of wheels that are found as well. `index` is a second index for torch's build for another CUDA.
+    `wheels` is a folder that has torch's wheel for CPUs, where its index is not in reach. `index` is a second index,
+    for torch's build for another CUDA.
     """
     project, constraints = read_project(), read_constraints()
-    torch = named_images()[name].image.torch if name != BUILD else None
+    torch = _torch(name)
     asked = wanted(name, project)
     versions = {package: str(version) for package, version in constraints.items()}
     if torch == "cpu":
         versions["torch"] = f"{constraints['torch'].public}+cpu"
-    places = [str(wheels)] if wheels is not None else [f"{TORCH_CPU_INDEX}/torch/"] if torch == "cpu" else []
+    # For no other lock: a folder that has torch's build for CPUs would give it to the GPU ranks, too.
+    places = [str(wheels or f"{TORCH_CPU_INDEX}/torch/")] if torch == "cpu" else []
     path = folder / f"{name}.txt"
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     blocks = [entry.text for entry in read_lock(resolve(asked, versions, before, places=places, index=index))
@@ -232,6 +243,10 @@ def make_lock(name: str, *, wheels: Path | None, index: str, folder: Path = LOCK
     options = f"--extra-index-url {index}\n" if index else ""
     path.write_text(_HEADER + options + "\n".join(blocks) + "\n", encoding="utf-8")
     return path
+
+
+def _torch(name: str) -> str | None:
+    return named_images()[name].image.torch if name != BUILD else None
 
 
 def torch_cpu_blocks(version: Version, listing: str) -> Iterator[str]:

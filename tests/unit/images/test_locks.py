@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import subprocess
 import sys
 import zipfile
@@ -96,6 +97,16 @@ def test_torch_for_cpus_comes_by_urls_with_the_hashes_that_its_index_lists() -> 
         assert entry.requirement.url.startswith(f"{TORCH_CPU_INDEX}/torch-")
         assert entry.version == Version(f"{read_constraints()['torch']}+cpu")
         assert [line for line in TORCH_CPU.read_text().splitlines() if entry.hashes[0].removeprefix("sha256:") in line]
+
+
+def test_torchs_build_for_cpus_is_refused_in_the_gpus_lock_and_the_other_way_round(tmp_path: Path) -> None:
+    """A folder of wheels may have it."""
+    for name, wrong in (("worker-gpu", "torch==2.13.0+cpu"), ("worker-cpu", "torch==2.13.0")):
+        text = (LOCKS / f"{name}.txt").read_text(encoding="utf-8")
+        (tmp_path / f"{name}.txt").write_text(re.sub(r"^torch[ =][^\\;]*", f"{wrong} ", text, flags=re.M))
+    gpu, *cpu = check_locks(["worker-gpu", "worker-cpu"], tmp_path)
+    assert gpu == "worker-gpu.txt: torch is 2.13.0+cpu, which is no build for cuda"
+    assert set(cpu) == {"worker-cpu.txt: torch is 2.13.0, which is no build for cpu"}
 
 
 def test_a_version_of_torch_whose_hashes_are_not_listed_is_named() -> None:
