@@ -12,7 +12,8 @@ import csv
 import hashlib
 import posixpath
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.parser import BytesParser
 from email.policy import compat32
@@ -41,6 +42,8 @@ class Package:
     own: bool = False
     """Whether it was installed above the base."""
     site_packages: str = ""
+    metadata: str = ""
+    """Path of the file that tells of it, which its RECORD names."""
     recorded: Mapping[str, str] = field(default_factory=dict)
     """SHA-256 by path, as its RECORD says; "" for what has none."""
     files: dict[str, str] = field(default_factory=dict)
@@ -73,7 +76,9 @@ def contents_of(image: ImageContent, *, base_layers: int) -> Contents:
     python = [_python_package(path, image.files, base_layers) for path in image.files if _METADATA.fullmatch(path)]
     debian = list(_debian_packages(image.files))
     owners = dict(_debian_owners(image.files, debian))
-    owners |= {path: package for package in python for path in package.recorded}
+    vendored = _vendored(python)
+    for package in (*vendored, *(it for it in python if it not in vendored)):
+        owners |= dict.fromkeys(package.recorded, package)
     loose: dict[str, str] = {}
     for path, file in above.items():
         code = _BYTE_CODE.fullmatch(path)
@@ -90,6 +95,18 @@ def contents_of(image: ImageContent, *, base_layers: int) -> Contents:
     )
 
 
+def _vendored(packages: Sequence[Package]) -> list[Package]:
+    """Return the packages that others ship copies of, as setuptools does, and say that nobody installed them.
+
+    Their files are the others'. The bill of materials names them, for their weaknesses are there, too.
+    """
+    tellers = Counter(path for package in packages for path in package.recorded)
+    vendored = [package for package in packages if tellers[package.metadata] > 1]
+    for package in vendored:
+        package.own = False
+    return vendored
+
+
 def _python_package(path: str, files: Mapping[str, File], base_layers: int) -> Package:
     found = _METADATA.fullmatch(path)
     assert found is not None
@@ -103,6 +120,7 @@ def _python_package(path: str, files: Mapping[str, File], base_layers: int) -> P
         licences=tuple(_licences(dict(told.items()), told.get_all("Classifier") or [])),
         own=files[path].layer >= base_layers,
         site_packages=site_packages,
+        metadata=path,
         recorded=dict(_record(record.content or b"", site_packages)) if record is not None else {},
     )
 

@@ -154,6 +154,22 @@ def test_a_package_that_nobody_locked_is_named(tmp_path: Path) -> None:
     assert f"pkg:pypi/stowaway@3.0#{SITE} is there, and not in the bill of materials" in against
 
 
+def test_copies_that_a_package_ships_are_its_files_and_in_the_bill_of_materials(tmp_path: Path) -> None:
+    """setuptools does so; nobody locks them. The copy's own RECORD is not right any more, as they are trimmed."""
+    copy = package("inner", "2.0", {"inner.py": "1\n"}, trimmed={"../bin/inner": "gone\n"})
+    inside = {path.removeprefix(f"{SITE}/"): (entry.content or b"").decode() for path, entry in copy.items()}
+    shipped = {f"thing/_vendor/{path}": text for path, text in inside.items()}
+    thing = package("thing", "1.0", {"thing/it.py": "1\n", "../../../bin/thing": "#!\n", **shipped}, licence="MIT")
+    image = Image().with_files(thing)
+    assert audited(tmp_path, image) == []
+    packages = {it.name: it for it in contents_of(content(tmp_path, image), base_layers=BASE_LAYERS).packages}
+    assert (packages["inner"].own, packages["inner"].files) == (False, {})
+    assert f"{SITE}/thing/_vendor/inner.py" in packages["thing"].files
+    assert "pkg:pypi/inner@2.0" in [part["purl"] for part in document(tmp_path, image)["components"] if "purl" in part]
+    changed = image.with_files({f"{SITE}/thing/_vendor/inner.py": file("2\n")})
+    assert audited(tmp_path, changed) == [f"/{SITE}/thing/_vendor/inner.py of thing 1.0 is not what its RECORD says"]
+
+
 def test_another_version_than_the_locked_one_is_named(tmp_path: Path) -> None:
     lock = LOCK.replace("thing==1.0", "thing==1.1")
     assert audited(tmp_path, Image(), lock=lock) == ["thing is 1.0, and 1.1 in the lock"]
