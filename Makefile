@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE ?= 0
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install native demo test test-rest test-all test-unit test-distributed test-sanitizers fuzz test-healing test-gpu test-cuda-wheel test-cluster test-e2e kubernetes bench-peers bench-peers-install bench-scaling bench-perplexity bench-engine bench-operator bench-recovery bench-exchange bench-exchange-hosts bench-prediction bench-cuts bench-gpu lint format type protos manifests docs chart golden verify bench base-image images check-images record-images clean
+.PHONY: help install native demo test test-rest test-all test-unit test-distributed test-sanitizers fuzz test-healing test-gpu test-cuda-wheel test-cluster test-e2e kubernetes bench-peers bench-peers-install bench-scaling bench-perplexity bench-engine bench-operator bench-recovery bench-exchange bench-exchange-hosts bench-prediction bench-cuts bench-gpu lint format type protos manifests docs chart golden verify bench base-image images locks audit check-images record-images clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9-]+:.*## / {printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -122,8 +122,9 @@ chart: $(STAMP) ## Generate the Helm chart's schema and README from the comments
 golden: $(STAMP) ## Write the golden renders of tests/unit/operator anew; read the difference before a commit
 	UPDATE_GOLDEN=1 $(BIN)/pytest tests/unit/operator/test_render_golden.py -q
 
-verify: $(STAMP) ## Fail when generated files differ from their sources
+verify: $(STAMP) ## Fail when generated files differ from their sources, or locks from pyproject.toml
 	$(BIN)/python -m tools.generate --check protos manifests docs chart picture models planning metrics dashboards
+	$(BIN)/python -m tools.images locks --check
 
 bench: $(STAMP) $(NATIVE) ## Measure against transformers and this machine's limits; writes bench/results
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
@@ -186,6 +187,13 @@ base-image: $(STAMP) ## Make a base image of Debian's packages, for where no ima
 
 images: $(STAMP) ## Build the CPU images (IMAGES=worker-gpu: the GPU one) with docker, podman or buildah; docs/images.md has the variables
 	$(BIN)/python -m tools.images build
+
+# Variables: WHEELS=FOLDER (torch's wheel for CPUs, where its index is not in reach), TORCH_INDEX=URL (another CUDA), LOCKS=worker-gpu.
+locks: $(STAMP) ## Make the hashed locks of the images again from pyproject.toml and constraints.txt, with uv
+	$(BIN)/python -m tools.images locks $(LOCKS) $(if $(WHEELS),--wheels $(WHEELS)) $(if $(TORCH_INDEX),--index $(TORCH_INDEX))
+
+audit: $(STAMP) ## Compare the images in SAVE=FOLDER with their locks and bills of materials, and ask for advisories
+	$(BIN)/python -m tools.images audit
 
 check-images: $(STAMP) ## Fail when a built image adds a tenth more to its base than was recorded
 	$(BIN)/python -m tools.images sizes

@@ -1,18 +1,25 @@
 """The images that `make images` built: they run as a restricted pod runs them, hold what they need and no more.
 
-No cluster is needed for it. IMAGES, REGISTRY, TAG and BUILDER are as `make images` takes them.
+No cluster is needed for it. IMAGES, REGISTRY, TAG and BUILDER are as `make images` takes them, and HETERO_E2E_IMAGES is
+its SAVE. The base image is BASE_IMAGE, or the one that an image was built on.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tools.images.builders import Builder, find_builder
+from tools.images.archive import read_archive, rewrite
+from tools.images.audit import image_problems
+from tools.images.builders import Builder, BuildTask, find_builder
 from tools.images.catalogue import NamedImage
+from tools.images.locks import LOCKS, read_lock
+from tools.images.sbom import read_sbom
 from tools.images.settings import Settings
-from tools.images.sizes import growth_problems, measure, read_record
+from tools.images.sizes import BASE_LABEL, growth_problems, measure, read_record
 from tools.images.trial import Finished, run_in_image
 
 SETTINGS = Settings.from_environment(os.environ)
@@ -53,6 +60,51 @@ def told(builder: Builder, name: str, program: str) -> str:
 def test_an_image_adds_no_tenth_more_to_its_base_than_was_recorded(builder: Builder, name: str) -> None:
     size = measure(builder, image(name).reference)
     assert growth_problems({name: size}, read_record()) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_image_is_what_its_lock_and_its_bill_of_materials_say(builder: Builder, name: str) -> None:
+    folder = Path(os.environ["HETERO_E2E_IMAGES"])
+    lock = read_lock((LOCKS / f"{name}.txt").read_text(encoding="utf-8"))
+    sbom = read_sbom((folder / f"{name}.cdx.json").read_text(encoding="utf-8"))
+    assert image_problems(read_archive(folder / f"{name}.tar"), lock, sbom) == []
+    assert len(sbom.packages) > len({entry.name for entry in lock}) // 2
+
+
+SMALL = """\
+ARG BASE_IMAGE
+FROM ${BASE_IMAGE} AS small
+RUN mkdir -p /opt/small/folder && cd /opt/small \\
+    && for name in $(seq 1 40 | shuf); do echo "$name" > "file-$name"; done \\
+    && ln file-3 first && ln file-3 also && ln -s file-7 folder/link \\
+    && python3 -c "import compileall; compileall.compile_dir('/opt/small')"
+LABEL a=b
+"""
+
+
+def test_an_image_that_is_built_twice_has_the_same_digest_both_times(builder: Builder, tmp_path: Path) -> None:
+    """Its files are made in another order each time, at another time."""
+    base = SETTINGS.build.base_image or builder.configuration(image(NAMES[0]).reference)["Labels"][BASE_LABEL]
+    (tmp_path / "Dockerfile").write_text(SMALL, encoding="utf-8")
+    settings = replace(SETTINGS.build, base_image=base, wheels=None, options=(*SETTINGS.build.options, "--no-cache"))
+    digests, own = [], []
+    for number in range(2):
+        reference, saved, target = (
+            f"localhost/hetero-small:{number}",
+            tmp_path / "saved.tar",
+            tmp_path / f"{number}.tar",
+        )
+        builder.build(BuildTask(tmp_path / "Dockerfile", "small", reference, tmp_path, {}), settings)
+        try:
+            builder.save(reference, saved)
+            own.append(builder.image_id(reference))
+        finally:
+            builder.read("rmi", reference)
+        digests.append(rewrite(saved, target, reference=reference, base_layers=builder.layers(base), created=0))
+        assert "opt/small/also" in read_archive(target).files
+        saved.unlink()
+    assert digests[0] == digests[1]
+    assert own[0] != own[1], "the builder's own images differ"
 
 
 @pytest.mark.parametrize("name", NAMES)

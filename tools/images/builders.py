@@ -30,8 +30,6 @@ class BuildSettings:
     base_image: str | None = None
     wheels: Path | None = None
     ca_bundle: Path | None = None
-    torch_index: str | None = None
-    """Where torch is looked for; "" for nowhere but the usual index, None for what the Dockerfile says."""
     options: tuple[str, ...] = ()
     """More options of the builder, as it takes them."""
 
@@ -40,10 +38,7 @@ class BuildSettings:
         for name, path in (("WHEELS", self.wheels), ("CA_BUNDLE", self.ca_bundle)):
             if path is not None and not path.exists():
                 raise ImageError(f"{name}: there is no {path}")
-        given = {"BASE_IMAGE": self.base_image, "TORCH_INDEX": self.torch_index}
-        arguments = [
-            text for name, value in given.items() if value is not None for text in _build_argument(name, value)
-        ]
+        arguments = [*_build_argument("BASE_IMAGE", self.base_image)] if self.base_image is not None else []
         if self.wheels is not None:
             arguments += ["--build-context", f"wheels={self.wheels}"]
         if self.ca_bundle is not None:
@@ -91,6 +86,10 @@ class Builder(ABC):
     @abstractmethod
     def bytes_on_base(self, reference: str, base: str) -> tuple[int, int]:
         """Uncompressed sizes of the base that an image was built on, and of what it adds. Raises ImageError."""
+
+    @abstractmethod
+    def layers(self, reference: str) -> int:
+        """How many layers an image has, which may have to be pulled for it. Raises ImageError."""
 
     @abstractmethod
     def configuration(self, reference: str) -> dict[str, Any]:
@@ -142,6 +141,10 @@ class Docker(Builder):
         total, below = (int(self.read("image", "inspect", "--format", "{{.Size}}", it)) for it in (reference, base))
         return below, total - below
 
+    def layers(self, reference: str) -> int:
+        self._have(reference)
+        return len(json.loads(self.read("image", "inspect", "--format", "{{json .RootFS.Layers}}", reference)))
+
     def configuration(self, reference: str) -> dict[str, Any]:
         return dict(json.loads(self.read("image", "inspect", "--format", "{{json .Config}}", reference)))
 
@@ -177,6 +180,9 @@ class Buildah(Builder):
         # A base that was pulled is listed with its compressed sizes, but as a part of an image it is not.
         below, sizes = len(self._layer_bytes(base)), self._layer_bytes(reference)
         return sum(sizes[:below]), sum(sizes[below:])
+
+    def layers(self, reference: str) -> int:
+        return len(self._layer_bytes(reference))
 
     def configuration(self, reference: str) -> dict[str, Any]:
         return dict(self._inspect(reference)["OCIv1"]["config"])

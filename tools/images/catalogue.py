@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import yaml
 
@@ -15,6 +15,8 @@ from hetero_api.contract import VERSION
 ROOT: Final = Path(__file__).resolve().parents[2]
 VALUES: Final = ROOT / "charts/heteroinference/values.yaml"
 _DEFAULT_REGISTRY: Final = "docker.io"
+FILE_TIME: Final = 315532800
+"""Time of each file that an image has above its base: 1980, before which zip files know none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +27,18 @@ class Image:
     """In the chart's `images`."""
     dockerfile: str
     target: str
+    extras: tuple[str, ...]
+    """Extras of pyproject.toml that its lock is made for."""
+    torch: Literal["cpu", "cuda"] | None = None
+    """Which build of torch it has."""
 
 
 IMAGES: Final = (
-    Image("operator", "Dockerfile.cpu", "operator"),
-    Image("gateway", "Dockerfile.cpu", "gateway"),
-    Image("router", "Dockerfile.cpu", "router"),
-    Image("cpuWorker", "Dockerfile.cpu", "worker"),
-    Image("gpuWorker", "Dockerfile.gpu", "worker"),
+    Image("operator", "Dockerfile.cpu", "operator", extras=("operator",)),
+    Image("gateway", "Dockerfile.cpu", "gateway", extras=("router-door",)),
+    Image("router", "Dockerfile.cpu", "router", extras=("router",)),
+    Image("cpuWorker", "Dockerfile.cpu", "worker", extras=("worker",), torch="cpu"),
+    Image("gpuWorker", "Dockerfile.gpu", "worker", extras=("worker",), torch="cuda"),
 )
 
 
@@ -64,10 +70,20 @@ def whole_name(name: str) -> str:
 
 def source_revision(root: Path = ROOT) -> str:
     """The commit that is checked out; "unknown" where the sources are no checkout."""
+    return _git(root, "rev-parse", "HEAD") or "unknown"
+
+
+def _git(root: Path, *arguments: str) -> str:
     try:
-        found = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        )
+        found = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        return "unknown"
-    return found.stdout.strip() if found.returncode == 0 else "unknown"
+        return ""
+    return found.stdout.strip() if found.returncode == 0 else ""
+
+
+def source_time(environment: Mapping[str, str], root: Path = ROOT) -> int:
+    """When the sources were made, in seconds: SOURCE_DATE_EPOCH, else the commit's time, else 1980."""
+    if given := environment.get("SOURCE_DATE_EPOCH"):
+        return int(given)
+    told = _git(root, "log", "-1", "--format=%ct")
+    return int(told) if told else FILE_TIME

@@ -10,7 +10,7 @@ from typing import Final
 
 from hetero_api.contract import VERSION
 from tools.images.builders import BuildSettings, ImageError
-from tools.images.catalogue import NamedImage, named_images
+from tools.images.catalogue import NamedImage, named_images, source_time
 
 CPU_IMAGES: Final = ("operator", "gateway", "worker-cpu")
 
@@ -23,10 +23,12 @@ class Settings:
     builder: str | None
     build: BuildSettings
     save: Path | None
+    created: int
+    """Time that the images have, in seconds."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Settings:
-        """Raises ImageError. A variable that is empty is one that is not set, but for TORCH_INDEX."""
+        """Raises ImageError. A variable that is empty is one that is not set."""
         known = named_images(registry=environment.get("REGISTRY") or None, tag=environment.get("TAG") or VERSION)
         names = environment.get("IMAGES", "").split() or list(CPU_IMAGES)
         if unknown := [name for name in names if name not in known]:
@@ -38,10 +40,10 @@ class Settings:
                 base_image=environment.get("BASE_IMAGE") or None,
                 wheels=_path(environment, "WHEELS"),
                 ca_bundle=_path(environment, "CA_BUNDLE"),
-                torch_index=environment.get("TORCH_INDEX"),
                 options=tuple(shlex.split(environment.get("IMAGE_BUILD_OPTIONS", ""))),
             ),
             save=_path(environment, "SAVE"),
+            created=source_time(environment),
         )
 
 

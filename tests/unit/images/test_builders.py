@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -72,13 +73,11 @@ def test_by_default_a_build_is_given_nothing_from_this_machine() -> None:
 def test_wheels_certificates_and_options_are_passed_on(builder: Builder, tmp_path: Path) -> None:
     certificates = tmp_path / "ca.crt"
     certificates.touch()
-    settings = BuildSettings(
-        wheels=tmp_path, ca_bundle=certificates, torch_index="", base_image="a/b:1", options=("--network", "host")
-    )
+    settings = BuildSettings(wheels=tmp_path, ca_bundle=certificates, base_image="a/b:1", options=("--network", "host"))
     command = " ".join(builder.build_command(TASK, settings))
     assert f"--build-context wheels={tmp_path}" in command
     assert f"--secret id=ca-bundle,src={certificates}" in command
-    assert "--build-arg BASE_IMAGE=a/b:1 --build-arg TORCH_INDEX= " in command
+    assert "--build-arg BASE_IMAGE=a/b:1 " in command
     assert "--network host" in command
 
 
@@ -91,3 +90,27 @@ def test_what_is_not_there_is_named_by_its_variable(tmp_path: Path) -> None:
 def test_a_base_of_this_machine_is_looked_for_in_no_registry(builder: Builder, never: str) -> None:
     assert never in builder.build_command(TASK, BuildSettings(base_image="localhost/base:1"))
     assert never not in builder.build_command(TASK, BuildSettings(base_image="docker.io/library/base:1"))
+
+
+def test_layers_are_counted_by_docker_after_a_pull_and_by_buildah_as_its_manifest_has_them() -> None:
+    """As many as are in front of an image's own, where it was built on it."""
+
+    class PulledDocker(Docker):
+        """A base that is here once it was pulled."""
+
+        pulled = False
+
+        def read(self, *arguments: str, timeout_s: float | None = None) -> str:
+            self.pulled = self.pulled or arguments[0] == "pull"
+            if not self.pulled:
+                raise ImageError("no such image")
+            return json.dumps(["sha256:1", "sha256:2", "sha256:3"])
+
+    class ListingBuildah(Buildah):
+        """A base of two layers."""
+
+        def read(self, *arguments: str, timeout_s: float | None = None) -> str:
+            return json.dumps({"Manifest": json.dumps({"layers": [{"size": 1}, {"size": 2}]})})
+
+    assert PulledDocker("docker").layers("base") == 3
+    assert ListingBuildah().layers("base") == 2

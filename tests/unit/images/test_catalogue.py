@@ -11,7 +11,7 @@ from hetero_api.contract import VERSION
 from hetero_operator.config import OperatorConfig
 from tools.images.base import unread
 from tools.images.builders import BuildSettings, ImageError
-from tools.images.catalogue import VALUES, named_images, source_revision, whole_name
+from tools.images.catalogue import FILE_TIME, VALUES, named_images, source_revision, source_time, whole_name
 from tools.images.settings import CPU_IMAGES, Settings
 from tools.images.trial import USER, restrict
 
@@ -64,10 +64,9 @@ def test_an_image_that_is_none_is_named() -> None:
         Settings.from_environment({"IMAGES": "worker"})
 
 
-def test_an_empty_variable_is_one_that_is_not_set_but_no_index_of_torch_is_a_choice() -> None:
+def test_an_empty_variable_is_one_that_is_not_set() -> None:
     empty = dict.fromkeys(("BASE_IMAGE", "WHEELS", "CA_BUNDLE", "IMAGE_BUILD_OPTIONS", "BUILDER", "SAVE"), "")
     assert Settings.from_environment(empty).build == BuildSettings()
-    assert Settings.from_environment({"TORCH_INDEX": ""}).build.torch_index == ""
 
 
 def test_options_are_read_as_a_shell_reads_them() -> None:
@@ -77,6 +76,12 @@ def test_options_are_read_as_a_shell_reads_them() -> None:
 
 def test_sources_that_are_no_checkout_have_no_revision(tmp_path: Path) -> None:
     assert source_revision(tmp_path) == "unknown"
+    assert source_time({}, tmp_path) == FILE_TIME
+
+
+def test_the_time_of_the_images_is_the_commits_unless_it_is_given() -> None:
+    assert source_time({"SOURCE_DATE_EPOCH": "1234"}) == 1234
+    assert source_time({}) > FILE_TIME
 
 
 def test_a_local_base_keeps_licences_and_loses_manuals(tmp_path: Path) -> None:

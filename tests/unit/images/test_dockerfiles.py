@@ -10,7 +10,7 @@ import tomllib
 import pytest
 
 from tests.support.dockerfiles import Dockerfile, read_dockerfile
-from tools.images.catalogue import IMAGES, ROOT, Image
+from tools.images.catalogue import IMAGES, ROOT, Image, named_images
 
 FILES = sorted({image.dockerfile for image in IMAGES})
 LABELS = ("title", "description", "licenses", "version", "revision", "base.name")
@@ -24,6 +24,10 @@ def dockerfile(name: str) -> Dockerfile:
 
 def of(image: Image) -> Dockerfile:
     return dockerfile(image.dockerfile)
+
+
+def name_of(image: Image) -> str:
+    return next(name for name, named in named_images().items() if named.image == image)
 
 
 @each_image
@@ -102,10 +106,19 @@ def test_the_gpu_image_has_its_kernels_where_triton_is_told_to_look() -> None:
 
 @each_image
 def test_packages_are_installed_without_the_sources(image: Image) -> None:
-    read = of(image)
+    read, name = of(image), name_of(image)
     (stage,) = [copied for copied in _copied_stages(read, image.target) if copied.endswith("-dependencies")]
     sources = [line.text for line in read.instructions(stage) if line.word == "COPY"]
-    assert sources == ["pyproject.toml constraints.txt tools/images/packages.py /build/"]
+    assert sources == [f"locks/{name}.txt /build/", "tools/images/packages.py /build/"]
+
+
+@each_image
+def test_packages_are_those_of_the_images_own_lock_and_of_its_torch(image: Image) -> None:
+    read, name = of(image), name_of(image)
+    (stage,) = [copied for copied in _copied_stages(read, image.target) if copied.endswith("-dependencies")]
+    (run,) = [line.text for line in read.stages[stage].instructions if line.word == "RUN"]
+    torch = f" --torch {image.torch}" if image.torch else ""
+    assert run.endswith(f"packages.py dependencies /build/{name}.txt{torch}")
 
 
 @each_image
@@ -141,7 +154,8 @@ def test_what_is_copied_is_sent_to_the_build_and_no_shared_library_is(file: str)
     sent = {line.removeprefix("!") for line in lines if line.startswith("!")}
     stages = dockerfile(file).stages.values()
     copies = [line.text.split()[:-1] for stage in stages for line in stage.instructions if line.word == "COPY"]
-    copied = {path for paths in copies if not paths[0].startswith("--from") for path in paths}
+    paths = {path for paths in copies if not paths[0].startswith("--from") for path in paths}
+    copied = {"locks" if path.startswith("locks/") else path for path in paths}
     assert copied <= sent
     assert any(fnmatch.fnmatch("worker/hetero_worker/distributed/x.so", line) for line in lines)
 

@@ -1,44 +1,15 @@
-"""What a build installs of pyproject.toml, and what it takes away again."""
+"""What a build takes away again of what it installed."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from tools.images import packages
-from tools.images.catalogue import ROOT
-from tools.images.packages import requirements, trim
-
-PROJECT = {
-    "name": "thing",
-    "dependencies": ["grpcio>=1"],
-    "optional-dependencies": {
-        "hub": ["hub-client>=1"],
-        "gateway": ["thing[hub]", "tokenizers>=0.22", "grpcio>=1"],
-        "both": ["thing[gateway,hub]"],
-    },
-}
-
-
-def test_an_extra_brings_the_base_install_and_extras_that_it_names() -> None:
-    assert requirements(PROJECT, ["gateway"]) == ["grpcio>=1", "hub-client>=1", "tokenizers>=0.22"]
-    assert requirements(PROJECT, ["both"]) == ["grpcio>=1", "hub-client>=1", "tokenizers>=0.22"]
-
-
-def test_an_extra_that_is_none_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'gatway' is no extra of pyproject\.toml: hub, gateway, both"):
-        requirements(PROJECT, ["gatway"])
-
-
-def test_this_projects_gateway_and_operator_ask_for_no_torch() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    light = requirements(project, ["gateway", "operator"])
-    assert not [requirement for requirement in light if requirement.startswith(("torch", "numpy", "heteroinference"))]
-    assert any(requirement.startswith("torch") for requirement in requirements(project, ["worker"]))
+from tools.images.packages import never_runs, trim
 
 
 def test_tests_headers_and_stubs_go_and_programs_that_torch_starts_stay(tmp_path: Path) -> None:
@@ -50,6 +21,23 @@ def test_tests_headers_and_stubs_go_and_programs_that_torch_starts_stay(tmp_path
     assert trim(tmp_path) == 5 * len(gone)
     assert [name for name in gone if (tmp_path / name).exists()] == []
     assert [name for name in kept if not (tmp_path / name).exists()] == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["numpy", "torch"], "no empty folder is left"
+
+
+@pytest.mark.parametrize(
+    ("path", "never"),
+    [
+        ("numpy/tests/test_it.py", True),
+        ("numpy/a/b/tests/c/d.py", True),
+        ("numpy/mytests/a.py", False),
+        ("kubernetes/client/api/core_v1_api.py", True),
+        ("kubernetes/client/api/core/v1_api.py", False),
+        ("a.pyi", True),
+        ("other/numpy/tests/a.py", False),
+    ],
+)
+def test_a_pattern_means_what_it_means_in_a_shell(path: str, never: bool) -> None:
+    assert never_runs(path) == never
 
 
 def test_it_runs_where_nothing_is_installed() -> None:

@@ -39,7 +39,7 @@ def driver_problem(driver: str, *, cuda: str) -> str | None:
     return (
         f"this node's NVIDIA driver is {driver}, and torch {torch.__version__} is built for CUDA {cuda}, which needs "
         f"driver {least} or newer; update the driver, or take an image of ranks that is built for an older CUDA "
-        "(spec.images.gpuWorker; TORCH_INDEX of Dockerfile.gpu)"
+        "(spec.images.gpuWorker; make locks TORCH_INDEX=…)"
     )
 
 
