@@ -11,9 +11,11 @@ from typing import Any, Final
 import pytest
 
 from hetero_api.contract import HTTP_PORT, KIND, LABEL_NAME, LABEL_ROLE, ROLE_GATEWAY
-from tests.cluster.conftest import StartControlPlane
+from tests.cluster.conftest import OPTIONS
 from tests.support.hetero_resources import ABSENT
+from tests.support.kube.binaries import Binaries
 from tests.support.kube.client import Object, is_established
+from tests.support.kube.control_plane import ControlPlane
 from tests.support.kube.polling import poll
 from tests.support.operator_scene import Scene
 from tests.support.stand_in_crds import inference_pool
@@ -28,12 +30,20 @@ COLLECTED_S: Final = 90.0
 LOOKED_S: Final = 30.0
 
 
+@pytest.fixture(scope="module")
+def plane(tmp_path_factory: pytest.TempPathFactory, binaries: Binaries) -> Iterator[ControlPlane]:
+    """A control plane of this module's own, since definitions are the whole cluster's."""
+    with ControlPlane(tmp_path_factory.mktemp("plane"), binaries, OPTIONS) as plane:
+        yield plane
+
+
 @pytest.fixture
-def scene(start_control_plane: StartControlPlane) -> Iterator[Scene]:
-    """A cluster of the test's own, which has no InferencePools yet."""
-    plane = start_control_plane()
+def scene(plane: ControlPlane) -> Iterator[Scene]:
+    """A namespace of a cluster that has no InferencePools yet."""
     with plane.cluster.client() as client, Scene.of(plane.cluster, client) as scene:
         yield scene
+        client.delete("CustomResourceDefinition", DEFINITION)
+        client.wait_gone("CustomResourceDefinition", DEFINITION)
 
 
 def define(scene: Scene) -> None:

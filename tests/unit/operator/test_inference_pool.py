@@ -39,12 +39,12 @@ def told(scene: ReplicaScene, *parents: dict[str, Any]) -> tuple[str, str, str]:
     return found["status"], found["reason"], found["message"]
 
 
-def parent(name: str = "front", *, generation: int = 1, **conditions: str) -> dict[str, Any]:
-    """What a Gateway's controller says: the status of each condition, and why where it is False."""
+def parent(name: str = "front", **conditions: str) -> dict[str, Any]:
+    """What a Gateway's controller says of the first pool: the status of each condition, and why where it is False."""
     return {
         "parentRef": {"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": name},
         "conditions": [
-            {"type": kind, "status": status, "reason": "R", "message": "why", "observedGeneration": generation}
+            {"type": kind, "status": status, "reason": "R", "message": "why", "observedGeneration": 1}
             for kind, status in conditions.items()
         ],
     }
@@ -158,7 +158,7 @@ def test_what_was_said_of_an_earlier_pool_does_not_count() -> None:
     scene.settle()
     assert pool(scene)["metadata"]["generation"] == 2
     for said in ({"Accepted": "True"}, {"Accepted": "False"}):
-        assert told(scene, parent(generation=1, **said))[:2] == ("False", "Starting")
+        assert told(scene, parent(**said))[:2] == ("False", "Starting")
         assert scene.condition("Degraded")["status"] == "False"
 
 
