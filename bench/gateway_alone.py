@@ -75,6 +75,8 @@ class Running:
     address: str
     http_address: str
     """Empty for bare wires."""
+    router_door: str
+    """Empty where none was asked for."""
     gateway: psutil.Process
     rank: subprocess.Popen[str]
 
@@ -89,19 +91,22 @@ class Running:
         return int(self.gateway.memory_info().rss)
 
     def load(self, **options: int) -> dict[str, Any]:
-        """One run of bench.stream_load."""
-        command = [sys.executable, "-m", "bench.stream_load", "--gateway", self.address]
-        for name, value in options.items():
-            command += [f"--{name.replace('_', '-')}", str(value)]
-        result: dict[str, Any] = json.loads(
-            subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        )
-        return result
+        """One run of bench.stream_load over gRPC."""
+        return load("gateway", self.address, **options)
 
     def answers_ns(self) -> list[int]:
         """When the rank answered; it leaves."""
         self.rank.send_signal(signal.SIGTERM)
         return [int(line) for line in self.rank.communicate(timeout=_PATIENCE_S)[0].split()]
+
+
+def load(door: str, address: str, **options: int) -> dict[str, Any]:
+    """One run of bench.stream_load, at a door `gateway` or `http`."""
+    command = [sys.executable, "-m", "bench.stream_load", f"--{door}", address]
+    for name, value in options.items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    result: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +131,14 @@ def model_directory(folder: Path) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
     tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
     return folder
 
 
 @contextlib.contextmanager
-def gateway(*, step_ms: float, profile: Path | None = None, bare: bool = False) -> Iterator[Running]:
+def gateway(
+    *, step_ms: float, profile: Path | None = None, bare: bool = False, router_door: bool = False
+) -> Iterator[Running]:
     """A gateway that serves, or the bare wires of one, with its rank."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
@@ -138,11 +146,15 @@ def gateway(*, step_ms: float, profile: Path | None = None, bare: bool = False) 
         state = folder / "state.json"
         environment = _environment(folder)
         command = _relay_command(state) if bare else _gateway_command(folder, model, state, profile)
+        command += ["--router-port=0"] if router_door else []
         stack.enter_context(_process(command, environment))
         addresses = _wait_for(state)
         rank = stack.enter_context(_process(_rank_command(addresses["ranks"], model, step_ms), environment))
         _wait_ready(addresses["inference"])
-        yield Running(addresses["inference"], addresses.get("http", ""), psutil.Process(addresses["pid"]), rank)
+        yield Running(
+            addresses["inference"], addresses.get("http", ""), addresses.get("router", ""),
+            psutil.Process(addresses["pid"]), rank,
+        )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ RULES_KEY: Final = "x-kubernetes-validations"
 _KEPT: Final = (
     "description", "type", "enum", "default", "pattern", "minLength", "maxLength", "minimum", "exclusiveMinimum",
     "maximum", "exclusiveMaximum", "minItems", "maxItems", "maxProperties", "required", "properties", "items",
-    "additionalProperties", "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
+    "additionalProperties", "x-kubernetes-list-type", "x-kubernetes-list-map-keys", "x-kubernetes-map-type",
     "x-kubernetes-preserve-unknown-fields", RULES_KEY,
 )  # fmt: skip
 """Keywords that a structural schema knows, in the order in which they are written."""

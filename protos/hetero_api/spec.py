@@ -407,7 +407,7 @@ def _shares_no_tenants_cache(spec: HeteroInferenceSpec) -> bool:
 ROUTER_RULES: Final = (
     Rule(
         "router.cacheIsolation",
-        "self.router.type == 'None' || self.router.cacheIsolation == 'Shared' || !self.engine.enablePrefixCaching || "
+        "self.router.type != 'SMG' || self.router.cacheIsolation == 'Shared' || !self.engine.enablePrefixCaching || "
         f"!({_HAS_KEYS})",
         "must be Shared where keys tell tenants apart: behind a router all share the prefix cache; else set "
         "router.type None, or engine.enablePrefixCaching false",
@@ -415,9 +415,15 @@ ROUTER_RULES: Final = (
     ),
     Rule(
         "router.type",
-        "self.router.type == 'None' || self.networkPolicy.enabled",
+        "self.router.type != 'SMG' || self.networkPolicy.enabled",
         "needs networkPolicy.enabled, because gateways ask a router for nothing; else set it to None",
         lambda spec: not spec.has_router or spec.network_policy.enabled,
+    ),
+    Rule(
+        "router.type",
+        "self.router.type != 'InferencePool' || !has(self.gateway.tls)",
+        "InferencePool has no TLS to its pods: leave gateway.tls out, and let the Gateway have the certificate",
+        lambda spec: not spec.has_inference_pool or spec.gateway.tls is None,
     ),
 )
 
@@ -532,8 +538,13 @@ class HeteroInferenceSpec(SpecModel):
 
     @property
     def has_router(self) -> bool:
-        """Whether a router is asked for."""
-        return self.router.type != RouterType.NONE
+        """Whether a router of the operator's own is asked for."""
+        return self.router.type == RouterType.SMG
+
+    @property
+    def has_inference_pool(self) -> bool:
+        """Whether gateways are to be the pods of an InferencePool."""
+        return self.router.type == RouterType.INFERENCE_POOL
 
     @property
     def world_size(self) -> int:

@@ -45,7 +45,8 @@ class ConditionType(StrEnum):
     GATEWAY_READY = "GatewayReady"
     """The gateway's front door is open."""
     ROUTER_READY = "RouterReady"
-    """The router takes calls; False with reason NotRequested where spec.router.type is None."""
+    """The router takes calls, or a Gateway routes to the InferencePool; False with reason NotRequested where
+    spec.router.type is None."""
     NUMA_PINNED = "NUMAPinned"
     """Every CPU rank proved that its cores and memory are of one NUMA node."""
     SUSPENDED = "Suspended"

@@ -85,6 +85,8 @@ _ROUTER_COMES: Final = {
     "ServiceAccount/NAME-router": "made", "Role/NAME-router": "made", "RoleBinding/NAME-router": "made",
     "NetworkPolicy/NAME-router": "made", "NetworkPolicy/NAME-gateway": "changed",
 }  # fmt: skip
+_POOLED: Final = {"router.type": "InferencePool", "router.endpointPickerRef": {"name": "picker"}}
+_POOL: Final = {"InferencePool/NAME": "changed"}
 _ADAPTERS: Final[Mapping[str, Any]] = {
     "engine.adapters.maxLoaded": 1, "engine.adapters.roots": ["/a"],
     "engine.adapters.load": [{"name": "x", "directory": "/a/x"}],
@@ -331,6 +333,9 @@ CHANGES: Final[Mapping[str, Change]] = {
     "router.keysSecretRef.name": Change("two", NOTHING, _ROUTER_KEYS, more=_ROUTER),
     "router.keysSecretRef.key": Change("other", NOTHING, _ROUTER_KEYS, more=_ROUTER),
     "router.tlsSecretName": Change("router-tls", NOTHING, _ROUTED, more=_ROUTER),
+    "router.endpointPickerRef.name": Change("other", NOTHING, _POOLED, more=_POOL),
+    "router.endpointPickerRef.port": Change(9003, NOTHING, _POOLED, more=_POOL),
+    "router.endpointPickerRef.failureMode": Change("FailOpen", NOTHING, _POOLED, more=_POOL),
 }  # fmt: skip
 
 BACK_TO_DEFAULT: Final[Mapping[str, Change]] = {

@@ -29,6 +29,7 @@ RESOURCES = (
     "serviceaccounts", "serviceaccounts/token", "events", "nodes", "namespaces", "persistentvolumeclaims",
     "deployments.apps", "statefulsets.apps", "networkpolicies.networking.k8s.io", "poddisruptionbudgets.policy",
     "podmonitors.monitoring.coreos.com", "podgroups.scheduling.volcano.sh", "resourceclaimtemplates.resource.k8s.io",
+    "inferencepools.inference.networking.k8s.io",
     "leases.coordination.k8s.io", "roles.rbac.authorization.k8s.io", "rolebindings.rbac.authorization.k8s.io",
     "clusterroles.rbac.authorization.k8s.io", "customresourcedefinitions.apiextensions.k8s.io",
     "validatingadmissionpolicies.admissionregistration.k8s.io",

@@ -23,7 +23,7 @@ from tests.support.kube.client import Client, Object, condition
 from tests.support.kube.errors import ApiError
 from tests.support.operator_scene import Scene
 from tests.support.owned_objects import Owned, is_refused, normalised
-from tests.support.stand_in_crds import POD_GROUP, POD_MONITOR
+from tests.support.stand_in_crds import POD_GROUP, POD_MONITOR, inference_pool
 
 ROWS = [*CHANGES.items(), *BACK_TO_DEFAULT.items()]
 SETTLE_TIMEOUT_S = 90.0
@@ -52,8 +52,8 @@ def scene(start_control_plane: StartControlPlane) -> Iterator[Scene]:
     plane = start_control_plane()
     with ExitStack() as stack:
         client = stack.enter_context(plane.cluster.client())
-        for crd in (POD_MONITOR, POD_GROUP):
-            client.apply(crd)
+        for crd in (POD_MONITOR, POD_GROUP, inference_pool(plane.cluster.version)):
+            client.create(crd)
             client.wait_for("CustomResourceDefinition", crd["metadata"]["name"], until=_is_served)
         client.create(
             {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": "urgent"}, "value": 9}

@@ -27,7 +27,7 @@ from tests.support.kube.nodes import ready_condition
 from tests.support.kube.tools import find_helm
 from tests.support.operator_process import OperatorProcess
 from tests.support.operator_tour import NODE, Pace, Tour
-from tests.support.stand_in_crds import POD_GROUP, POD_MONITOR, RESOURCE_CLAIM_TEMPLATE
+from tests.support.stand_in_crds import POD_GROUP, POD_MONITOR, RESOURCE_CLAIM_TEMPLATE, inference_pool
 
 RBAC = "rbac.authorization.k8s.io"
 ACCOUNT = "operator"
@@ -156,7 +156,7 @@ class Ground:
 def ground(start_control_plane: StartControlPlane, tmp_path: Path) -> Iterator[Ground]:
     cluster = start_control_plane().cluster
     with cluster.client() as client:
-        for crd in (POD_MONITOR, POD_GROUP, RESOURCE_CLAIM_TEMPLATE):
+        for crd in (POD_MONITOR, POD_GROUP, RESOURCE_CLAIM_TEMPLATE, inference_pool(cluster.version)):
             if not client.discovery.has(crd["spec"]["names"]["kind"]):
                 client.create(crd)
                 client.wait_for("CustomResourceDefinition", crd["metadata"]["name"], until=is_established)

@@ -14,10 +14,18 @@ from tests.support.kube.cluster import Cluster
 from tests.support.kube.errors import NotFound
 from tests.support.kube_defaults import with_defaults
 from tests.support.operator_world import OperatorWorld
-from tests.support.render_cases import BUDGET, CLAIM_TEMPLATE, OLD_BUDGET, POD_GROUP, POD_MONITOR, render_cases
+from tests.support.render_cases import (
+    BUDGET,
+    CLAIM_TEMPLATE,
+    INFERENCE_POOL,
+    OLD_BUDGET,
+    POD_GROUP,
+    POD_MONITOR,
+    render_cases,
+)
 
 CASES = render_cases()
-OPTIONAL_KINDS = (BUDGET, OLD_BUDGET, POD_MONITOR, POD_GROUP, CLAIM_TEMPLATE)
+OPTIONAL_KINDS = (BUDGET, OLD_BUDGET, POD_MONITOR, POD_GROUP, CLAIM_TEMPLATE, INFERENCE_POOL)
 
 
 def capabilities_of(cluster: Cluster, client: Client) -> Capabilities:

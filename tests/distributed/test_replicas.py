@@ -7,12 +7,14 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import httpx
 import openai
 import psutil
 import pytest
@@ -31,6 +33,9 @@ START_S = 120.0
 STOP_S = 30.0
 AGAIN_S = 5.0
 """Longest time without an answer after the router was killed."""
+STREAMS = 8
+STREAM_TOKENS = 3000
+STREAM_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +49,18 @@ class Replicas:
 
     def served(self) -> list[int]:
         """Prompt tokens that each group has computed."""
-        found = []
+        return [stats.prompt_tokens for stats in self._stats()]
+
+    def running(self) -> list[int]:
+        """Requests that each group works on."""
+        return [stats.running_requests for stats in self._stats()]
+
+    def _stats(self) -> Iterator[admin_pb2.GetStatsResponse]:
         for name in ("test", "test.1"):
             record = RunDirectory.for_group(self.home, name).read_record()
             assert record is not None
             with grpc.insecure_channel(record.admin, options=[("grpc.enable_http_proxy", 0)]) as channel:
-                stats = admin_pb2_grpc.AdminStub(channel).GetStats(admin_pb2.GetStatsRequest(), timeout=START_S)
-                found.append(stats.prompt_tokens)
-        return found
+                yield admin_pb2_grpc.AdminStub(channel).GetStats(admin_pb2.GetStatsRequest(), timeout=START_S)
 
     def router(self) -> psutil.Process:
         """SMG's process, which goes by a title of its own."""
@@ -74,7 +83,7 @@ def up(manifest: Path, home: Path, log: Path, *options: str) -> subprocess.Popen
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
     folder = tmp_path_factory.mktemp("replicas")
-    model = save_tiny_model(folder / "model", "llama")
+    model = save_tiny_model(folder / "model", "llama", max_position_embeddings=4096)
     manifest = write_manifest(folder, model=model, ranks=1, max_model_len=None)
     keys, log = folder / "keys", folder / "up.log"
     keys.write_text(f"one:{KEY}\n")
@@ -117,17 +126,59 @@ def test_both_groups_answer_callers_who_have_a_key(replicas: Replicas) -> None:
             answer(stranger, "hello", within_s=0)
 
 
-def test_a_router_that_was_killed_is_replaced_within_seconds(replicas: Replicas) -> None:
+class OpenStream:
+    """A stream that a thread reads to its end. `error` is what ended it; None: it came to an end of its own."""
+
+    def __init__(self, client: openai.OpenAI, number: int) -> None:
+        self.began = threading.Event()
+        self.error: Exception | None = None
+        self.finish_reason: str | None = None
+        self._client, self._prompt = client, f"{number} tales of a river"
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            asked = self._client.completions.create(
+                model="test", prompt=self._prompt, max_tokens=STREAM_TOKENS, stream=True,
+                extra_body={"ignore_eos": True},
+            )  # fmt: skip
+            for chunk in asked:
+                self.began.set()
+                self.finish_reason = chunk.choices[0].finish_reason if chunk.choices else self.finish_reason
+        except (openai.APIError, httpx.TransportError) as error:
+            self.error = error
+
+    def end(self) -> None:
+        """Wait for its end."""
+        self._thread.join(STREAM_S)
+        assert not self._thread.is_alive()
+
+
+def test_a_router_that_was_killed_ends_its_streams_in_errors_and_serves_again_within_seconds(
+    replicas: Replicas,
+) -> None:
     with replicas.client() as client:
         answer(client, "before", within_s=START_S)
         router = replicas.router()
         time.sleep(max(0.0, 6.0 - (time.time() - router.create_time())))  # sooner, it would be an error
+        streams = [OpenStream(client, number) for number in range(STREAMS)]
+        assert all(stream.began.wait(STREAM_S) for stream in streams)
         began_s = time.monotonic()
         router.kill()
         router.wait(AGAIN_S)
+        for stream in streams:
+            stream.end()
+        assert [stream.error is not None for stream in streams] == [True] * STREAMS
+        assert [stream.finish_reason for stream in streams] == [None] * STREAMS
         assert answer(client, "after", within_s=START_S)
         assert time.monotonic() - began_s < AGAIN_S
         assert replicas.router().pid != router.pid
+    # Nobody reads those streams any more, so gateways end them, too.
+    deadline_s = time.monotonic() + AGAIN_S
+    while any(replicas.running()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
 
 
 def test_options_that_do_not_go_together_are_named(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ BASE: Final[Document] = {
     },
 }
 
+_INFERENCE_POOL: Final = {"type": "InferencePool", "endpointPickerRef": {"name": "picker"}}
+
 
 @dataclass(frozen=True, slots=True)
 class InvalidResource:
@@ -454,13 +456,37 @@ def _by_rules_of_the_rest() -> list[InvalidResource]:
             "keys-of-no-router",
             {"spec/router": {"keysSecretRef": {"name": "tenants"}}},
             "spec.router.keysSecretRef",
-            "is of no use with type None; leave it out",
+            "is for type SMG; leave it out",
         ),
         (
             "certificate-of-no-router",
             {"spec/router": {"tlsSecretName": "front"}},
             "spec.router.tlsSecretName",
-            "is of no use with type None; leave it out",
+            "is for type SMG; leave it out",
+        ),
+        (
+            "keys-of-an-inference-pool",
+            {"spec/router": {**_INFERENCE_POOL, "keysSecretRef": {"name": "tenants"}}},
+            "spec.router.keysSecretRef",
+            "is for type SMG; leave it out",
+        ),
+        (
+            "inference-pool-without-a-picker",
+            {"spec/router": {"type": "InferencePool"}},
+            "spec.router.endpointPickerRef",
+            "is required where type is InferencePool",
+        ),
+        (
+            "picker-of-a-router",
+            {"spec/router": {**_INFERENCE_POOL, "type": "SMG"}},
+            "spec.router.endpointPickerRef",
+            "is for type InferencePool; leave it out",
+        ),
+        (
+            "inference-pool-of-gateways-with-certificates",
+            {"spec/router": _INFERENCE_POOL, "spec/gateway/tls": {"secretName": "front"}},
+            "spec.router.type",
+            "InferencePool has no TLS to its pods",
         ),
         (
             "deferral-without-gpus",
@@ -730,6 +756,14 @@ def _valid() -> list[ValidResource]:
         },
         "exchange-on-nodes": {"spec/exchange": {"hostPath": "/dev/shm"}},
         "router": {"spec/router": {"type": "SMG"}},
+        "inference-pool": {"spec/router": _INFERENCE_POOL, "spec/networkPolicy": {"enabled": False}},
+        "inference-pool-of-tenants": {
+            "spec/router": {
+                **_INFERENCE_POOL,
+                "endpointPickerRef": {"name": "a", "port": 443, "failureMode": "FailOpen"},
+            },
+            "spec/gateway/auth": {"keysSecretRef": {"name": "clients"}},
+        },
         "router-of-tenants": {
             "spec/router": {"type": "SMG", "keysSecretRef": {"name": "tenants"}, "cacheIsolation": "Shared"}
         },

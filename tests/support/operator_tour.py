@@ -126,6 +126,7 @@ class Tour:
             self.roll_out_without_the_optional_objects()
             self.claim_cores_and_give_them_back()
             self.put_all_ranks_into_one_pod()
+            self.make_a_pool_change_it_and_take_it_away()
             self.add_a_replica_and_take_it_away()
             self.tell_what_is_waited_for()
         except AssertionError as failure:
@@ -199,6 +200,22 @@ class Tour:
         # Not by server-side apply: Kubernetes 1.20 leaves a null where it takes something out of a keyed list.
         self.client.patch(KIND, CLAIMING, {"spec": {"pools": SPEC["pools"]}}, self.namespace)
         self._wait_for_count(TEMPLATES, CLAIMING, 0)
+
+    def make_a_pool_change_it_and_take_it_away(self) -> None:
+        """An InferencePool comes, has another port, and goes with the router's type."""
+        for port in (9002, 9003):
+            router = {"type": "InferencePool", "endpointPickerRef": {"name": "picker", "port": port}}
+            self.client.patch(KIND, CLAIMING, {"spec": {"router": router}}, self.namespace)
+            self._wait_for_picker(port)
+        self.client.patch(KIND, CLAIMING, {"spec": {"router": None}}, self.namespace)
+        self._wait_for_object(Key("InferencePool", CLAIMING), there=False)
+
+    def _wait_for_picker(self, port: int) -> None:
+        def probe() -> bool:
+            found = self.client.find("InferencePool", CLAIMING, self.namespace)
+            return found is not None and found["spec"]["endpointPickerRef"]["port"]["number"] == port
+
+        self._wait(probe, lambda: f"there is no InferencePool whose picker listens at {port}")
 
     def add_a_replica_and_take_it_away(self) -> None:
         """What a replica has of its own comes and goes with it."""

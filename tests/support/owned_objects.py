@@ -40,6 +40,7 @@ OPTIONAL_KINDS: Final = (
     "monitoring.coreos.com/v1/PodMonitor",
     "scheduling.volcano.sh/v1beta1/PodGroup",
     "resource.k8s.io/v1/ResourceClaimTemplate",
+    "inference.networking.k8s.io/v1/InferencePool",
 )
 UNSEEN: Final = "the newest generation was not looked at"
 SETTLE_TIMEOUT_S: Final = 30.0

@@ -36,13 +36,14 @@ UPGRADED: Final = RenderOptions(
 """A later version of the operator with other images."""
 
 POD_MONITOR: Final = ("monitoring.coreos.com/v1", "PodMonitor")
+INFERENCE_POOL: Final = ("inference.networking.k8s.io/v1", "InferencePool")
 POD_GROUP: Final = ("scheduling.volcano.sh/v1beta1", "PodGroup")
 CLAIM_TEMPLATE: Final = ("resource.k8s.io/v1", "ResourceClaimTemplate")
 BUDGET: Final = ("policy/v1", "PodDisruptionBudget")
 OLD_BUDGET: Final = ("policy/v1beta1", "PodDisruptionBudget")
 
 PLAIN: Final = Capabilities((1, 33), frozenset({BUDGET}))
-FULL: Final = Capabilities((1, 37), frozenset({BUDGET, POD_MONITOR, POD_GROUP, CLAIM_TEMPLATE}))
+FULL: Final = Capabilities((1, 37), frozenset({BUDGET, POD_MONITOR, POD_GROUP, CLAIM_TEMPLATE, INFERENCE_POOL}))
 OLD: Final = Capabilities((1, 20), frozenset({OLD_BUDGET}))
 BARE: Final = Capabilities((1, 33), frozenset())
 
@@ -191,6 +192,13 @@ router:
   tlsSecretName: routed-tls
 replicas: 2
 """
+_POOLED: Final = f"""
+model: {{uri: hf://a/b}}
+{_POOLS}
+gateway: {{auth: {{keysSecretRef: {{name: clients}}}}}}
+router: {{type: InferencePool, endpointPickerRef: {{name: picker, port: 9003, failureMode: FailOpen}}}}
+replicas: 2
+"""
 _LEAST: Final = "{model: {uri: hf://a/b}, pools: [{name: cpu, type: CPU, ranks: 1}]}"
 
 
@@ -252,6 +260,7 @@ def render_cases() -> dict[str, RenderCase]:
         "burstable": RenderCase(resource_of("burstable", _LEAST)),
         "one-pod": RenderCase(one_pod(), FULL),
         "router": RenderCase(resource_of("routed", _ROUTED)),
+        "inference-pool": RenderCase(resource_of("pooled", _POOLED), FULL),
     }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ _VOLCANO_FREE: Final = {"scheduling.gang": {"scheduler": "None"}}
 _HUB_TOLERATION: Final = {"key": "a", "operator": "Equal", "value": "b", "effect": "NoExecute", "tolerationSeconds": 5}
 
 _ROUTED: Final = {"router": {"type": "SMG", "keysSecretRef": {"name": "tenants"}}}
+_POOLED: Final = {"router": {"type": "InferencePool", "endpointPickerRef": {"name": "picker"}}, "gateway.tls": None}
 _FILES: Final = {"name": "ca", "mountPath": "/etc/ssl/own"}
 BEFORE: Final[Mapping[str, Mapping[str, Any]]] = {
     "pools.volumes.name": {"pools.1.volumes": [{**_FILES, "secretName": "one"}]},
@@ -47,6 +48,7 @@ BEFORE: Final[Mapping[str, Mapping[str, Any]]] = {
             "tlsSecretName",
         )
     },
+    **{f"router.endpointPickerRef.{field}": _POOLED for field in ("name", "port", "failureMode")},
     **{
         f"{section}.tolerations.{field}": {f"{path}.tolerations": [_HUB_TOLERATION]}
         for section, path in (("scheduling", "scheduling"), ("pools.scheduling", "pools.0.scheduling"))
@@ -226,6 +228,9 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
     "router.keysSecretRef.name": {"router.keysSecretRef.name": "other"},
     "router.keysSecretRef.key": {"router.keysSecretRef.key": "other"},
     "router.tlsSecretName": {"router.tlsSecretName": "router-tls"},
+    "router.endpointPickerRef.name": {"router.endpointPickerRef.name": "other"},
+    "router.endpointPickerRef.port": {"router.endpointPickerRef.port": 9003},
+    "router.endpointPickerRef.failureMode": {"router.endpointPickerRef.failureMode": "FailOpen"},
 }
 """By field: what to set to change it. None takes a value away."""
 

@@ -62,6 +62,7 @@ OPTIONAL: Final = (
     ResourceKind("policy/v1beta1", "PodDisruptionBudget", "poddisruptionbudgets"),
     ResourceKind("monitoring.coreos.com/v1", "PodMonitor", "podmonitors"),
     ResourceKind("scheduling.volcano.sh/v1beta1", "PodGroup", "podgroups"),
+    ResourceKind("inference.networking.k8s.io/v1", "InferencePool", "inferencepools"),
     ResourceKind("resource.k8s.io/v1", "ResourceClaimTemplate", "resourceclaimtemplates"),
 )
 """Kinds that a server may lack; of two versions of one kind the first that exists is used."""

@@ -36,7 +36,7 @@ class Names:
     """Names of the objects of one replica of the resource `resource`."""
 
     resource: str
-    """Also the name of the Service that clients dial, and of the PodMonitor."""
+    """Also the name of the Service that clients dial, of the PodMonitor and of the InferencePool."""
     ordinal: int = 0
     """The replica; names of replica 0 are those that a lone group has."""
 

@@ -30,6 +30,7 @@ from hetero_operator.reconcile.manifests.network import client_service, group_se
 from hetero_operator.reconcile.manifests.optional_kinds import (
     claim_templates,
     disruption_budgets,
+    inference_pools,
     pod_groups,
     pod_monitors,
 )
@@ -78,7 +79,7 @@ def desired_objects(
             for ranks in rank_sets(rendering.spec)
         ),
         deployment(rendering, templates.gateway),
-        *(pod_monitors(rendering) if is_first else ()),
+        *((*inference_pools(rendering), *pod_monitors(rendering)) if is_first else ()),
     ]
 
 

@@ -20,7 +20,7 @@ KEYWORDS = {
     "description", "type", "enum", "default", "pattern", "minLength", "maxLength", "minimum", "exclusiveMinimum",
     "maximum", "exclusiveMaximum", "minItems", "maxItems", "maxProperties", "required", "properties", "items",
     "additionalProperties", "x-kubernetes-list-type", "x-kubernetes-list-map-keys", "x-kubernetes-validations",
-    "x-kubernetes-preserve-unknown-fields",
+    "x-kubernetes-map-type", "x-kubernetes-preserve-unknown-fields",
 }  # fmt: skip
 RULE_COST_LIMIT = 10_000_000
 """What API servers allow a rule to cost, by their estimate."""

@@ -49,6 +49,9 @@ LIVE_CHANGES: Final[Mapping[str, set[str]]] = {
     "router.keysSecretRef.name": {"Deployment/everything-router"},
     "router.keysSecretRef.key": {"Deployment/everything-router"},
     "router.tlsSecretName": {"Deployment/everything-router"},
+    "router.endpointPickerRef.name": {"InferencePool/everything"},
+    "router.endpointPickerRef.port": {"InferencePool/everything"},
+    "router.endpointPickerRef.failureMode": {"InferencePool/everything"},
 }
 """Objects that are written or deleted by a change that restarts nothing."""
 

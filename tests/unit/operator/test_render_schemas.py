@@ -11,10 +11,18 @@ import pytest
 
 from hetero_operator.reconcile.model import Capabilities
 from tests.support.operator_world import OperatorWorld
-from tests.support.render_cases import BUDGET, CLAIM_TEMPLATE, POD_GROUP, POD_MONITOR, RenderCase, render_cases
+from tests.support.render_cases import (
+    BUDGET,
+    CLAIM_TEMPLATE,
+    INFERENCE_POOL,
+    POD_GROUP,
+    POD_MONITOR,
+    RenderCase,
+    render_cases,
+)
 
 VERSIONS: Final = tuple((1, minor) for minor in (25, 28, 31, 33, 34, 35, 37))
-CUSTOM_KINDS: Final = {POD_GROUP, POD_MONITOR}
+CUSTOM_KINDS: Final = {POD_GROUP, POD_MONITOR, INFERENCE_POOL}
 """Of other projects: not in Kubernetes' schemas."""
 CASES = {name: case for name, case in render_cases().items() if not name.startswith("example-smollm2")}
 """These examples differ in numbers only."""

@@ -48,6 +48,7 @@ from hetero_operator.reconcile.manifests.containers import (
     tmp_files,
 )
 from hetero_operator.reconcile.manifests.model_volumes import deliver_model, served_path
+from hetero_operator.reconcile.manifests.optional_kinds import pool_labels
 from hetero_operator.reconcile.manifests.rendering import Rendering, common_labels, manifest, workload_selector
 from hetero_operator.reconcile.names import GATEWAY_CONTAINER, gateway_ports
 
@@ -105,6 +106,7 @@ def plain_gateway_template(rendering: Rendering) -> dict[str, Any]:
             **common_labels(rendering, ROLE_GATEWAY),
             **workload_selector(rendering, ROLE_GATEWAY),
             **_revision_labels(rendering),
+            **pool_labels(spec),
         },
         annotations={},
         account=names.gateway_account,

@@ -1,4 +1,4 @@
-"""Objects of kinds that a server may lack: ResourceClaimTemplates, PodGroups, PodDisruptionBudgets, PodMonitors.
+"""Objects of kinds that a server may lack: claim templates, PodGroups, disruption budgets, PodMonitors, InferencePools.
 
 ResourceClaimTemplates take cores through Dynamic Resource Allocation instead of the kubelet's CPU manager. Source: the
 API `resource.k8s.io/v1`, and kubernetes-sigs/dra-driver-cpu in its default mode, where a device is a NUMA node and its
@@ -9,6 +9,10 @@ otherwise. A template can never be changed: there is one for each revision, and 
 Gangs start all rank pods at once, or none; the gateway is never part of one. Source: Kueue's plain pod groups (label
 and annotations on pods; `pod-group-serving` says that pods that ended are created again), Volcano's PodGroup of
 scheduling.volcano.sh/v1beta1.
+
+An InferencePool (kubernetes-sigs/gateway-api-inference-extension, inference.networking.k8s.io/v1) makes the gateways of
+all replicas a backend of the Gateway API. Its endpoint picker scrapes `/metrics` at the pool's port, and learns the
+names of metrics from a label of the pods.
 """
 
 from __future__ import annotations
@@ -16,11 +20,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from hetero_api.contract import LABEL_NAME, LABEL_POOL, LABEL_REVISION, LABEL_ROLE, ROLE_GATEWAY, ROLE_RANK
+from hetero_api.contract import HTTP_PORT, LABEL_NAME, LABEL_POOL, LABEL_REVISION, LABEL_ROLE, ROLE_GATEWAY, ROLE_RANK
 from hetero_api.spec import HeteroInferenceSpec
 from hetero_api.spec_cluster import GangScheduler
 from hetero_api.spec_pools import PoolSpec
-from hetero_operator.reconcile.manifests.rendering import Rendering, group_selector, manifest
+from hetero_operator.reconcile.manifests.rendering import Rendering, group_selector, manifest, role_selector
 from hetero_operator.reconcile.model import Object
 from hetero_operator.reconcile.rank_sets import health_ports, num_rank_pods
 
@@ -40,6 +44,10 @@ _BUDGET_KINDS: Final = (("policy/v1", "PodDisruptionBudget"), ("policy/v1beta1",
 """Newest first; both spell what we use alike."""
 _ALL_PODS: Final = "100%"
 POD_MONITOR: Final = ("monitoring.coreos.com/v1", "PodMonitor")
+INFERENCE_POOL: Final = ("inference.networking.k8s.io/v1", "InferencePool")
+_ENGINE_TYPE_LABEL: Final = "inference.networking.k8s.io/engine-type"
+_METRICS_LIKE: Final = "vllm"
+"""The engine whose names our metrics have, as endpoint pickers call it."""
 
 
 def claim_templates(rendering: Rendering, stored: Mapping[str, Object]) -> list[dict[str, Any]]:
@@ -156,3 +164,25 @@ def pod_monitors(rendering: Rendering) -> list[dict[str, Any]]:
             spec=spec,
         )
     ]  # fmt: skip
+
+
+def inference_pools(rendering: Rendering) -> list[dict[str, Any]]:
+    """Return the InferencePool of all gateways; none where it is not asked for or not known."""
+    picker = rendering.spec.router.endpoint_picker_ref
+    if picker is None or not rendering.capabilities.has(*INFERENCE_POOL):
+        return []
+    spec = {
+        "selector": {"matchLabels": role_selector(rendering, ROLE_GATEWAY)},
+        "targetPorts": [{"number": HTTP_PORT}],
+        "endpointPickerRef": {
+            "name": picker.name,
+            "port": {"number": picker.port},
+            "failureMode": picker.failure_mode.value,
+        },
+    }
+    return [manifest(rendering, INFERENCE_POOL, rendering.names.resource, component=ROLE_GATEWAY, spec=spec)]
+
+
+def pool_labels(spec: HeteroInferenceSpec) -> dict[str, str]:
+    """Return the labels by which an endpoint picker knows how to read the metrics of a gateway's pod."""
+    return {_ENGINE_TYPE_LABEL: _METRICS_LIKE} if spec.has_inference_pool else {}

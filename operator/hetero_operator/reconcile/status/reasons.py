@@ -163,6 +163,13 @@ class Reason(StrEnum):
     # --- the router --------------------------------------------------------------------------------------
     ROUTER_NOT_READY = "RouterNotReady"
     """The router's pod is not ready, or knows no gateway that is; kubectl describe it, and read its log."""
+    INFERENCE_POOL_UNKNOWN = "InferencePoolUnknown"
+    """The cluster lacks the CRD of InferencePools; install the Gateway API inference extension. The operator notices
+    within minutes."""
+    NOT_ROUTED = "NotRouted"
+    """No Gateway routes to the InferencePool; make an HTTPRoute with it as a backend."""
+    POOL_REFUSED = "PoolRefused"
+    """A Gateway does not accept the InferencePool, or does not find its endpoint picker; the message says why."""
 
     # --- NUMA --------------------------------------------------------------------------------------------
     NO_CPU_RANKS = "NoCPURanks"
