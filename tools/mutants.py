@@ -293,7 +293,8 @@ def _run(mutant: Mutant, copy: Path) -> int:
     if mutant.builds:
         build = [sys.executable, "-m", "hetero_worker.native.build"]
         subprocess.run(build, cwd=copy, env=environment, check=True, capture_output=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant.tests]
+    workers = str(len(os.sched_getaffinity(0)))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", workers, "-p", "no:cacheprovider", *mutant.tests]
     return subprocess.run(
         command, cwd=copy, env=environment, check=False, capture_output=True, timeout=_TIMEOUT_S
     ).returncode
