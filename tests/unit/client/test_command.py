@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,59 @@ def test_every_problem_of_a_manifest_is_a_line_of_its_own(tmp_path: Path) -> Non
         assert len(lines) == 2
         assert any("spec.pools[0].ranks: must be at least 1" in line for line in lines)
         assert any("spec.model.dtypo: unknown field; did you mean dtype?" in line for line in lines)
+
+
+def test_validate_warns_of_cores_that_this_machine_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "wide.yaml"
+    text = (EXAMPLES / "smollm2-cpu-1rank.yaml").read_text()
+    assert text.count("coresPerRank: 2") == 1
+    path.write_text(text.replace("coresPerRank: 2", "coresPerRank: 1000"))
+    result = hetero("validate", str(path))
+    assert result.exit_code == EXIT_OK
+    assert "warning: " in result.stderr
+    assert "on this machine: spec.pools[0].cpu.coresPerRank: 1 x 1000 = 1000 cores" in result.stderr.replace("\n", " ")
+
+
+def test_kubectl_finds_the_same_program() -> None:
+    programs = {point.name: point.value for point in entry_points(group="console_scripts")}
+    assert programs["kubectl-hetero"] == programs["hetero"]
+
+
+def test_validate_warns_of_what_only_local_makes_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    said = "spec.pools[0].type: GPU: this machine has no NVIDIA GPU that may be used; use type CPU"
+    result, local = (hetero("validate", *more, str(EXAMPLES / "gpu-cpu.yaml")) for more in ((), ("--local",)))
+    assert (result.exit_code, local.exit_code) == (EXIT_OK, EXIT_USAGE)
+    assert f"on this machine: {said}" in result.stderr
+    assert said in local.stderr
+    assert "on this machine" not in local.stderr
+
+
+@pytest.mark.parametrize(
+    ("memory", "quantization", "warns"), [("64Mi", "none", True), ("64Mi", "int4", False), ("128Mi", "none", False)]
+)
+def test_validate_warns_of_memory_that_weights_do_not_fit(
+    tmp_path: Path, memory: str, quantization: str, warns: bool
+) -> None:
+    """A model of 200 MiB on two ranks."""
+    model = tmp_path / "model"
+    model.mkdir()
+    with (model / "model.safetensors").open("wb") as file:
+        file.truncate(200 * 2**20)
+    resource = {
+        "apiVersion": "heteroinference.io/v1alpha1",
+        "kind": "HeteroInference",
+        "metadata": {"name": "small"},
+        "spec": {
+            "model": {"uri": f"file://{model}", "quantization": quantization},
+            "pools": [{"name": "cpu", "type": "CPU", "ranks": 2, "cpu": {"memoryPerRank": memory}}],
+        },
+    }
+    path = tmp_path / "small.yaml"
+    path.write_text(json.dumps(resource))
+    result = hetero("validate", str(path))
+    assert result.exit_code == EXIT_OK
+    assert ("the weights alone take 200 MiB or more" in result.stderr) == warns
 
 
 def test_validate_as_json_tells_file_and_problems(tmp_path: Path) -> None:

