@@ -70,8 +70,7 @@ tries. What is tested beside:
 """
 _NOTES: Final = """
 **Kernels.** CPU ranks compute all of these with native kernels, and record steps that only decode. On GPUs attention is
-a Triton kernel, except latent attention and that of KV heads of two kinds, which torch computes; `Loaded.kernels` says
-so.
+a Triton kernel.
 
 **Latent attention** (DeepSeek-V3) caches one vector a token and layer, 576 elements for DeepSeek-V3, on each rank that
 holds heads, and computes with it as it is, in prefill too.

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hetero_worker.kernels import matmul, paged_attention, routing
-from hetero_worker.kernels.attention_tiles import Tile
+from hetero_worker.kernels.attention_tiles import Tile, Widths, stages_of
 from hetero_worker.kernels.matmul import MatmulTile
 
 Constants = Mapping[str, int | float | bool | None]
@@ -26,19 +26,31 @@ _FACTORS = ("factor", "cap_factor")
 _FIXED = {"logits": "*fp32", "sinks": "*fp32"}
 _TENSORS = ("query", "keys", "values", "out", "x", "weight", "bias", "hidden", "norm", "router")
 _THREADS_PER_WARP = 32
-_CASES = ((80, torch.float32, 80, 1, False), (90, torch.bfloat16, 128, 7, True))
-"""Compute capability, type, head_dim, query heads a KV head, soft cap."""
+_CASES = (
+    (80, torch.float32, Widths(80, 0), 1, False),
+    (90, torch.bfloat16, Widths(128, 0), 7, True),
+    (80, torch.float32, Widths(512, 0), 8, False),
+    (80, torch.bfloat16, Widths(512, 64), 20, False),
+    (80, torch.float32, Widths(512, 64), 20, False),
+    (90, torch.bfloat16, Widths(512, 64), 128, False),
+)
+"""Compute capability, type, elements of a head, query heads a KV head, soft cap; the last three: latent attention."""
 _WEIGHTS = ((24576, 4096, False), (4096, 12288, True), (50, 7, True))
 """Out and in features, and whether there is a bias: a wide weight, a narrow one and an odd one."""
 
 
-def _kernels(dtype: torch.dtype, head_dim: int, group: int, *, has_cap: bool) -> Iterator[tuple[Any, Constants]]:
+def _kernels(dtype: torch.dtype, widths: Widths, group: int, *, has_cap: bool) -> Iterator[tuple[Any, Constants]]:
     """The three kernels with their constants, as the launchers give them."""
-    tile, padded = Tile.of(head_dim, dtype.itemsize), triton.next_power_of_2(head_dim)
+    tile, is_shared = Tile.of(widths.first, dtype.itemsize), widths.rest > 0
+    padded, padded_rest = widths.padded
     shape: Constants = {
-        "head_dim": head_dim, "padded_dim": padded, "most_splits": 64, "has_sinks": not has_cap
+        "first_dim": widths.first, "padded_dim": padded, "rest_dim": widths.rest, "padded_rest": padded_rest,
+        "most_splits": 64, "has_sinks": not has_cap,
     }  # fmt: skip
-    program: Constants = {"block_size": 16, "group": group, "tile": tile.tokens, "has_cap": has_cap}
+    program: Constants = {
+        "block_size": 16, "group": group, "heads": min(group, 16), "tile": tile.tokens, "has_cap": has_cap,
+        "is_shared": is_shared,
+    }  # fmt: skip
     yield paged_attention._decode, {**shape, **program, "lanes": 16, "least_tiles": 2}
     yield paged_attention._spans, {**shape, **program, "lanes": tile.lanes}
     yield paged_attention._combine, shape
@@ -55,7 +67,7 @@ def _products(dtype: torch.dtype) -> Iterator[tuple[Any, Constants, int]]:
     yield routing._router, experts, 2
 
 
-def _shared_bytes(kernel: Any, dtype: torch.dtype, constants: Constants, capability: int, stages: int = 3) -> int:
+def _shared_bytes(kernel: Any, dtype: torch.dtype, constants: Constants, capability: int, stages: int) -> int:
     names = [parameter.name for parameter in kernel.params]
     signature = {name: _type_of(name, dtype, constants) for name in names}
     source = ASTSource(
@@ -83,9 +95,10 @@ def _type_of(name: str, dtype: torch.dtype, constants: Constants) -> str:
 
 
 def main() -> None:
-    for capability, dtype, head_dim, group, has_cap in _CASES:
-        for kernel, constants in _kernels(dtype, head_dim, group, has_cap=has_cap):
-            print(kernel.__name__, dtype, capability, _shared_bytes(kernel, dtype, constants, capability))
+    for capability, dtype, widths, group, has_cap in _CASES:
+        for kernel, constants in _kernels(dtype, widths, group, has_cap=has_cap):
+            stages = stages_of(widths.first, dtype.itemsize)
+            print(kernel.__name__, dtype, capability, _shared_bytes(kernel, dtype, constants, capability, stages))
     for capability in (80, 90):
         for dtype in _TYPES:
             for kernel, constants, stages in _products(dtype):

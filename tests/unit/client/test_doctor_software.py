@@ -101,7 +101,7 @@ def test_a_process_reports_what_ranks_would_compute_with() -> None:
     assert software.ranks is not None
     assert software.ranks.torch == software.versions["torch"]
     assert bool(software.ranks.isas) == (not software.ranks.kernels_problem)
-    assert software.ranks.isas[-1:] in ((), ("generic",))
+    assert not software.ranks.isas or "generic" in software.ranks.isas
     assert {"torch", "transformers"} <= software.least.keys()
 
 

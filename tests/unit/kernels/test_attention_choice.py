@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from hetero_api.errors import ModelError
+from hetero_api.hf_config import read_json
 from hetero_api.model_config import ModelConfig
+from hetero_api.model_parts import LatentShape
 from hetero_worker.backends.base import DeviceBackend
 from hetero_worker.backends.cuda.backend import CudaBackend
 from hetero_worker.backends.cuda.driver import CudaDriver
@@ -59,9 +62,27 @@ def test_without_triton_it_gets_plain_operators_and_says_so(
 
 def test_a_model_whose_shapes_the_kernels_lack_gets_plain_operators(config: ModelConfig) -> None:
     odd = replace(config, head_dim=72)
-    assert chosen(odd) == "paged-torch (head_dim 72 is no multiple of 16 up to 256)"
+    assert chosen(odd) == "paged-torch (head_dim 72 is no multiple of 16 up to 512)"
     with pytest.raises(ModelError, match="head_dim 72 is no multiple"):
         chosen(odd, batch_invariant=True)
+
+
+def test_latent_attention_has_our_kernels_too(config: ModelConfig) -> None:
+    latent = replace(config, latent=LatentShape(512, query_rank=1536, nope_dim=128, rope_dim=64, value_dim=128))
+    assert chosen(latent) == "paged-triton"
+    with pytest.raises(ModelError, match="torch norms and rotates what latent attention caches"):
+        chosen(latent, batch_invariant=True)
+    wide = replace(config, latent=LatentShape(1024, query_rank=1536, nope_dim=128, rope_dim=64, value_dim=128))
+    assert chosen(wide) == "paged-torch (latent keys of 1024 and 64 elements are no multiples of 16 up to 512)"
+
+
+def test_layers_of_two_kinds_have_our_kernels_if_both_have() -> None:
+    path = Path(__file__).parents[3] / "examples/models/gemma-4-31b.json"
+    gemma = ModelConfig.from_hf(read_json(path), source=str(path))
+    assert gemma.has_kv_kinds
+    assert chosen(gemma) == "paged-triton"
+    odd = replace(gemma, head_dim=520)
+    assert chosen(odd) == "paged-torch (head_dim 520 is no multiple of 16 up to 512)"
 
 
 @pytest.mark.parametrize("backend", [PseudoGpu(), TorchReference()], ids=["pseudo GPU", "reference"])

@@ -37,7 +37,7 @@ def told_by(module: str, cache: Path) -> list[str]:
 def test_attention_and_linear_layers_compile_within_the_shared_memory_of_small_gpus(tmp_path: Path) -> None:
     lines = [line.split() for line in told_by("compiled_kernels", tmp_path)]
     kernels = Counter(line[0] for line in lines)
-    assert kernels == {"_decode": 2, "_spans": 2, "_combine": 2, "_matmul": 4 * 3, "_router": 4}
+    assert kernels == {"_decode": 6, "_spans": 6, "_combine": 6, "_matmul": 4 * 3, "_router": 4}
     assert max(int(line[-1]) for line in lines) <= SMALL_GPU_BYTES
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hetero_worker.attention.base import AttentionRule, DecodeRows, StepAttention
+from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.attention.torch_paged import TorchPagedAttention
 from hetero_worker.attention.triton_paged import TritonPagedAttention
 from hetero_worker.kernels.attention_tiles import PagedKeys, Scoring
@@ -85,7 +86,7 @@ def test_a_row_whose_tokens_are_split_has_its_sinks_once() -> None:
     assert (out.double() - case.expected(rule)).abs().max().item() <= TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("head_dim", [48, 80, 256])
+@pytest.mark.parametrize("head_dim", [48, 80, 256, 512])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_any_width_and_type(head_dim: int, dtype: torch.dtype) -> None:
     rule = AttentionRule(head_dim**-0.5)
@@ -324,9 +325,67 @@ def test_what_there_is_no_room_for_is_refused() -> None:
 
 
 def test_shapes_without_a_kernel_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="head_dim 72 is no multiple of 16 up to 256"):
+    with pytest.raises(ValueError, match="head_dim 72 is no multiple of 16 up to 512"):
         TritonPagedAttention(HOST, head_dim=72, group_size=1, num_programs=16)
-    with pytest.raises(ValueError, match="head_dim 512 is no multiple of 16 up to 256"):
-        TritonPagedAttention(HOST, head_dim=512, group_size=1, num_programs=16)
+    with pytest.raises(ValueError, match="head_dim 528 is no multiple of 16 up to 512"):
+        TritonPagedAttention(HOST, head_dim=528, group_size=1, num_programs=16)
     with pytest.raises(ValueError, match="129 query heads share a KV head, more than 128"):
         TritonPagedAttention(HOST, head_dim=64, group_size=129, num_programs=16)
+    for head_dim, value_dim in ((600, 512), (576, 568), (64, 64), (1088, 1024)):
+        with pytest.raises(ValueError, match=f"latent keys of {value_dim} and {head_dim - value_dim} elements"):
+            TritonPagedAttention(HOST, head_dim=head_dim, group_size=128, value_dim=value_dim, num_programs=16)
+
+
+def latent_case(value_dim: int, rest: int, **shape: object) -> PagedCase:
+    """A case whose values are the first elements of its keys."""
+    case = PagedCase(kv_heads=1, head_dim=value_dim + rest, **shape)  # type: ignore[arg-type]
+    case.cache = LayerCache(case.cache.keys, case.cache.keys, case.cache.block_size)
+    return case
+
+
+def latent_attended(
+    case: PagedCase, value_dim: int, *, batch_invariant: bool = False, num_programs: int = 16
+) -> torch.Tensor:
+    backend = TritonPagedAttention(
+        HOST, head_dim=case.cache.keys.shape[2], group_size=case.group, value_dim=value_dim,
+        batch_invariant=batch_invariant, num_programs=num_programs,
+    )  # fmt: skip
+    return backend.begin(case.batch).attend_written(case.query, case.cache, RULE)
+
+
+def check_latent(case: PagedCase, value_dim: int, out: torch.Tensor) -> None:
+    expected = case.expected(RULE).view(len(out), case.group, -1)
+    expected[:, :, value_dim:] = 0.0
+    assert out.is_contiguous()
+    assert (out.double() - expected.flatten(1)).abs().max().item() <= TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("group", [1, 3, 16, 20, 40])
+@pytest.mark.parametrize("batch_invariant", [False, True], ids=["", "invariant"])
+def test_latent_attention_reads_its_values_from_the_keys(group: int, *, batch_invariant: bool) -> None:
+    """Of a group with more heads than lanes, too, whose last program has fewer."""
+    case = latent_case(48, 16, group=group, decode=[70, 5, 1], spans=[(0, 9), (66, 4)])
+    check_latent(case, 48, latent_attended(case, 48, batch_invariant=batch_invariant))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_latent_attention_of_published_widths(dtype: torch.dtype) -> None:
+    case = latent_case(512, 64, group=18, decode=[33, 2], spans=[(5, 3)], dtype=dtype)
+    case.query *= 0.1
+    check_latent(case, 512, latent_attended(case, 512))
+
+
+def test_latent_rows_that_are_split() -> None:
+    case = latent_case(32, 16, group=20, decode=[700, 390])
+    check_latent(case, 32, latent_attended(case, 32, num_programs=64))
+
+
+def test_latent_rows_have_the_same_bits_alone_in_any_piece_of_a_prompt() -> None:
+    whole = latent_case(32, 16, group=20, spans=[(0, 40)])
+    expected = latent_attended(whole, 32, batch_invariant=True)
+    for begin, end in ((0, 7), (7, 8), (8, 40)):
+        piece = latent_case(32, 16, group=20, spans=[(begin, end - begin)])
+        piece.cache.keys.copy_(0 * piece.cache.keys)
+        piece.cache.keys[piece.slots(0)] = whole.cache.keys[whole.slots(0)[:end]]
+        piece.query = whole.query[begin:end]
+        assert torch.equal(latent_attended(piece, 32, batch_invariant=True), expected[begin:end])

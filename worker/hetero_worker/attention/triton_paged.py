@@ -51,18 +51,27 @@ class TritonPagedAttention(AttentionBackend):
     is_capturable = True
 
     def __init__(
-        self, device: torch.device, *, head_dim: int, group_size: int, batch_invariant: bool = False, num_programs: int
+        self,
+        device: torch.device,
+        *,
+        head_dim: int,
+        group_size: int,
+        value_dim: int | None = None,
+        batch_invariant: bool = False,
+        num_programs: int,
     ) -> None:
         """Support layers of this head_dim and `group_size` query heads per KV head.
 
+        `value_dim`, of latent attention: values are the first elements of keys; the others of a result are zeros.
         Decode rows are cut into splits for `num_programs` programs: as many as the device runs at a time.
         Raises ValueError for shapes that the kernels lack.
         """
-        if (problem := attention_problem(head_dim=head_dim, group_size=group_size)) is not None:
+        if (problem := attention_problem(head_dim=head_dim, group_size=group_size, value_dim=value_dim)) is not None:
             raise ValueError(problem)
         self._device = device
         self._num_programs = num_programs
         self._is_invariant = batch_invariant
+        self._value_dim = value_dim
         # Rows are cut only until there are so many splits; these are the splits' partial sums.
         split_bytes = group_size * (head_dim + 2) * torch.float32.itemsize
         self.gather_bytes = 0 if batch_invariant else _MOST_TURNS * self._num_programs * split_bytes
@@ -79,7 +88,9 @@ class TritonPagedAttention(AttentionBackend):
         if self._prepared is not None:
             _check_is_prepared(batch, self._prepared)
         num_programs = None if self._is_invariant else self._num_programs
-        return _TritonStep(batch, self._prepared, device=self._device, num_programs=num_programs)
+        return _TritonStep(
+            batch, self._prepared, device=self._device, num_programs=num_programs, value_dim=self._value_dim
+        )
 
     def reserve(self, *, max_rows: int, max_blocks: int, block_size: int) -> None:
         """Allocate tables for decode-only steps of up to `max_rows` rows of `max_blocks` blocks.
@@ -115,23 +126,33 @@ class _TritonStep(StepAttention):
     """One step. Unless they are prepared, the first layer copies the tables: it knows the block size."""
 
     def __init__(
-        self, batch: AttentionBatch, tables: _SequenceTables | None, *, device: torch.device, num_programs: int | None
+        self,
+        batch: AttentionBatch,
+        tables: _SequenceTables | None,
+        *,
+        device: torch.device,
+        num_programs: int | None,
+        value_dim: int | None,
     ) -> None:
         """`num_programs` None: batch-invariant."""
         self.batch, self.slot_mapping = batch, batch.slot_mapping
         self._tables = tables
         self._device = device
         self._num_programs = num_programs
+        self._value_dim = value_dim
 
     def attend_written(self, query: torch.Tensor, cache: LayerCache, rule: AttentionRule) -> torch.Tensor:
         """See `StepAttention.attend_written`."""
-        out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
+        new = query.new_empty if self._value_dim is None else query.new_zeros
+        out = new(query.shape[0], query.shape[1] * query.shape[2])
         if not len(query):
             return out
         if self._tables is None:
             self._tables = _tables_of(self.batch, block_size=cache.block_size, device=self._device)
         tables, scoring = self._tables, Scoring(rule.scale, rule.window, rule.soft_cap, rule.sinks)
-        paged = PagedKeys(cache.keys, cache.values, cache.block_size, tables.tables, tables.lengths)
+        paged = PagedKeys(
+            cache.keys, cache.values, cache.block_size, tables.tables, tables.lengths, value_dim=self._value_dim
+        )
         first_span, longest = tables.num_decode, tables.longest_span
         if self._num_programs is None:
             first_span, longest = 0, max(longest, 1)  # decode rows are spans of one row

@@ -16,6 +16,8 @@ import triton.language as tl
 LOG2_E: Final = 1.4426950408889634
 _FULL_TILE_BYTES: Final = 256
 """Largest key or value of a token for which tiles have 64 tokens and 64 lanes."""
+_LEAST_WIDTH: Final = 16
+"""Width of a tensor core's tile in a product's inner dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +30,34 @@ class PagedKeys:
     Of any type of floats: elements become numbers of the queries' type where they are read.
     """
     values: torch.Tensor
+    """`keys` itself where a token's value is a part of its key; see `value_dim`."""
     block_size: int
     tables: torch.Tensor
     """int32 [sequences, blocks]: block ids; entries behind a sequence's last block are not read."""
     lengths: torch.Tensor
     """int32 [sequences]: tokens, those of this step included."""
+    value_dim: int | None = None
+    """First elements of a key that are the token's value, where `values` is `keys`; None: they are tensors of two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Elements of a head: the first ones, of keys and values, and the rest, of keys only."""
+
+    first: int
+    rest: int
+
+    @classmethod
+    def of(cls, paged: PagedKeys) -> Widths:
+        """Return those of a cache."""
+        head_dim = paged.keys.shape[2]
+        first = head_dim if paged.value_dim is None else paged.value_dim
+        return cls(first, head_dim - first)
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """Sizes of the kernels' vectors; the rest's is not used where there is none."""
+        return triton.next_power_of_2(self.first), max(_LEAST_WIDTH, triton.next_power_of_2(self.rest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +96,11 @@ class Tile:
         return cls(32, 32) if row_bytes <= 2 * _FULL_TILE_BYTES else cls(16, 16)
 
 
+def stages_of(head_dim: int, element_bytes: int) -> int:
+    """Return the tiles of keys and values that are on their way or computed at a time, so that they fit as well."""
+    return 3 if triton.next_power_of_2(head_dim) * element_bytes <= 4 * _FULL_TILE_BYTES else 2
+
+
 @triton.jit
 def with_sink(total, maximum, sinks, head, is_lane, has_sinks: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the sum of weights with that of the heads' sinks, whose scores are for exponents of e."""
@@ -94,6 +124,7 @@ def blocks_of_tile(table, start, begin, end, block_size: tl.constexpr, tile: tl.
 @triton.jit
 def fold(  # type: ignore[no-untyped-def]
     queries,
+    rest_queries,
     accumulated,
     maximum,
     total,
@@ -108,15 +139,19 @@ def fold(  # type: ignore[no-untyped-def]
     slot_stride,
     factor,
     cap_factor,
-    head_dim: tl.constexpr,
+    first_dim: tl.constexpr,
     padded_dim: tl.constexpr,
+    rest_dim: tl.constexpr,
+    padded_rest: tl.constexpr,
     block_size: tl.constexpr,
     tile: tl.constexpr,
     has_cap: tl.constexpr,
+    is_shared: tl.constexpr,
 ):
     """Add one KV head's tile of tokens from `start` on, as far as it lies in [begin, end), to the running sums.
 
-    `blocks` are those of the tile's tokens.
+    `blocks` are those of the tile's tokens. Keys have `rest_dim` elements behind those that queries and values have in
+    `first_dim`; `rest_queries` meet these. `is_shared`: a token's value is the first part of its key.
     A lane sees tokens first_seen..last_seen. Over the tokens so far, `maximum` is the largest score, `total` the sum of
     weights 2^(score - maximum), and `accumulated` the sum of weighted values. Returns accumulated, maximum and total.
     """
@@ -125,10 +160,19 @@ def fold(  # type: ignore[no-untyped-def]
     slots = blocks.to(tl.int64) * block_size + tokens % block_size
     dims = tl.arange(0, padded_dim)
     offsets = slots[:, None] * slot_stride + dims[None, :]
-    is_element = is_read[:, None] & (dims[None, :] < head_dim)
+    is_element = is_read[:, None] & (dims[None, :] < first_dim)
     key = tl.load(keys + offsets, mask=is_element, other=0.0).to(queries.dtype)
-    value = tl.load(values + offsets, mask=is_element, other=0.0).to(queries.dtype)
-    scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * factor
+    value = key if is_shared else tl.load(values + offsets, mask=is_element, other=0.0).to(queries.dtype)
+    scores = tl.dot(queries, tl.trans(key), input_precision="ieee")
+    if rest_dim:
+        rest = tl.arange(0, padded_rest)
+        rest_key = tl.load(
+            keys + slots[:, None] * slot_stride + first_dim + rest[None, :],
+            mask=is_read[:, None] & (rest[None, :] < rest_dim),
+            other=0.0,
+        ).to(queries.dtype)
+        scores += tl.dot(rest_queries, tl.trans(rest_key), input_precision="ieee")
+    scores *= factor
     if has_cap:
         # Beyond 15, tanh is 1 in float32, and exp(2x) must not overflow.
         clamped = tl.minimum(tl.maximum(scores, -15.0), 15.0)

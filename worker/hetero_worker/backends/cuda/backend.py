@@ -143,17 +143,20 @@ class CudaBackend(DeviceBackend):
 
     def attention(self, config: ModelConfig, *, batch_invariant: bool) -> AttentionBackend:
         """See `DeviceBackend.attention`."""
-        shapes = {"head_dim": config.head_dim, "group_size": config.group_size}
-        latent = None if config.latent is None else "there are no kernels for latent attention"
-        kinds = "layers have KV heads of two kinds" if config.has_kv_kinds else None
-        problem = self._triton_problem or latent or kinds or attention_problem(**shapes)
+        shapes, value_dim = _attention_shapes(config), None if config.latent is None else config.latent.rank
+        problems = [self._triton_problem, _attention_gap(config, batch_invariant=batch_invariant)]
+        problems += [attention_problem(head_dim=dim, group_size=group, value_dim=value_dim) for dim, group in shapes]
+        problem = next(filter(None, problems), None)
         if problem is not None:
             _refuse_if(batch_invariant, problem)
             return TorchPagedAttention(self.device, reason=problem)
         from hetero_worker.attention.triton_paged import TritonPagedAttention  # imports triton
 
         programs = _PROGRAMS_PER_MULTIPROCESSOR * self._driver.num_multiprocessors
-        return TritonPagedAttention(self.device, **shapes, batch_invariant=batch_invariant, num_programs=programs)
+        return TritonPagedAttention(
+            self.device, head_dim=max(dim for dim, _ in shapes), group_size=max(group for _, group in shapes),
+            value_dim=value_dim, batch_invariant=batch_invariant, num_programs=programs,
+        )  # fmt: skip
 
     def linear(self, dtype: torch.dtype, *, batch_invariant: bool) -> LinearKernel:
         """See `DeviceBackend.linear`. Without Triton, quantised weights are widened."""
@@ -196,6 +199,21 @@ class CudaBackend(DeviceBackend):
     def _triton_problem(self) -> str | None:
         """Reason why Triton's kernels cannot run on the device; tried once."""
         return triton_problem(self.device)
+
+
+def _attention_shapes(config: ModelConfig) -> list[tuple[int, int]]:
+    """Return elements of a head and query heads of a KV head, of all kinds of layers that the model has."""
+    if config.latent is not None:  # one KV head for all query heads
+        return [(config.latent.cached_dim, config.num_heads)]
+    layers = [config.of_layer(layer) for layer in range(config.num_layers)]
+    return sorted({(own.head_dim, own.group_size // own.kv_heads_a_unit) for own in layers})
+
+
+def _attention_gap(config: ModelConfig, *, batch_invariant: bool) -> str | None:
+    """Return what the attention kernels lack for the model, whatever its shapes; None if they lack nothing."""
+    if config.latent is not None and batch_invariant:
+        return "torch norms and rotates what latent attention caches"
+    return None
 
 
 def _refuse_if(batch_invariant: bool, problem: str | None) -> None:
