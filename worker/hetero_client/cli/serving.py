@@ -494,7 +494,8 @@ def _problems(path: Path, *, local: bool, was: Path | None) -> tuple[list[str], 
     if forbidden:
         return forbidden, []
     warnings = memory_warnings(resource.spec, ModelStore(HeteroHome.from_environment()))
-    problems, found = [], []
+    problems: list[str] = []
+    found: list[str] = []
     try:
         found += plan_here(resource).warnings
     except LocalSpecError as error:
