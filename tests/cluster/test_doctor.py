@@ -55,7 +55,7 @@ def test_the_definition_that_was_applied_is_the_packages(
     found = diagnose()
     assert found["API server"].seen.startswith(f"v{cluster.version}")
     assert (found["definition"].grade, found["definition"].cost) == (Grade.OK, "")
-    assert (found["operator"].grade, found["nodes"].grade) == (Grade.FAIL, Grade.FAIL)
+    assert found["operator"].grade == Grade.FAIL  # nodes come and go with other tests
     assert f"{namespace}/stopped: no pod is available" in found["operator"].seen
 
 

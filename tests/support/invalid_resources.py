@@ -483,7 +483,7 @@ def _by_rules_of_the_rest() -> list[InvalidResource]:
             "is for type InferencePool; leave it out",
         ),
         (
-            "inference-pool-of-gateways-with-certificates",
+            "inference-pool-with-certificates",
             {"spec/router": _INFERENCE_POOL, "spec/gateway/tls": {"secretName": "front"}},
             "spec.router.type",
             "InferencePool has no TLS to its pods",
