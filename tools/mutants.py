@@ -97,6 +97,14 @@ MUTANTS: Final = (
         ("tests/unit/engine/test_speculation.py",),
     ),
     Mutant(
+        "tiles: what the first term cuts off is dropped",
+        "worker/hetero_worker/native/compute/linear_tiles.c",
+        "v[i] = v[i] - (f32x16)parts[i];",
+        "v[i] = hc_all(0);",
+        ("tests/unit/native_compute/test_tiles.py",),
+        builds=True,
+    ),
+    Mutant(
         "exchange: the third rank's contribution is dropped",
         "worker/hetero_worker/distributed/native_exchange.c",
         "for (uint64_t term = 2; term < num_terms; term++) {\n            const float *next",
