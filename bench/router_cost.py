@@ -36,6 +36,7 @@ import psutil
 
 from bench import machine
 from bench.gateway_alone import Running, gateway, load
+from bench.processes import cpu_s
 from bench.report import aligned
 
 DOORS: Final = ("gRPC", "HTTP", "HTTP through the router")
@@ -89,11 +90,6 @@ def _wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     raise TimeoutError("the router does not serve")
 
 
-def cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
 def measure(what: Load, rounds: int) -> list[dict[str, Any]]:
     """Every run of a load: door, first token, tokens/s, and processor time a token."""
     runs = []
@@ -108,13 +104,13 @@ def measure(what: Load, rounds: int) -> list[dict[str, Any]]:
 
 
 def one_run(what: Load, running: Running, routing: psutil.Process, *, door: str, address: str) -> dict[str, float]:
-    before = (running.cpu_s, cpu_s(routing))
+    before = (running.cpu_s, cpu_s(routing.pid))
     kind = "gateway" if door == DOORS[0] else "http"
     came = load(kind, address, streams=what.streams, tokens=what.tokens, times=what.times)
     wanted = what.streams * what.tokens * what.times
     if came["tokens"] != wanted:
         raise RuntimeError(f"{door}: {came['tokens']} tokens came, {wanted} had to")
-    used = (running.cpu_s - before[0], cpu_s(routing) - before[1])
+    used = (running.cpu_s - before[0], cpu_s(routing.pid) - before[1])
     return {
         "first_ms": came["first_ms"],
         "tokens_per_s": came["tokens"] / came["wall_s"],

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hetero_worker.kernels import matmul, paged_attention, routing
-from hetero_worker.kernels.attention_tiles import Tile, Widths, stages_of
+from hetero_worker.kernels.attention_tiles import Tile, Widths
 from hetero_worker.kernels.matmul import MatmulTile
 
 Constants = Mapping[str, int | float | bool | None]
@@ -41,7 +41,7 @@ _WEIGHTS = ((24576, 4096, False), (4096, 12288, True), (50, 7, True))
 
 def _kernels(dtype: torch.dtype, widths: Widths, group: int, *, has_cap: bool) -> Iterator[tuple[Any, Constants]]:
     """The three kernels with their constants, as the launchers give them."""
-    tile, is_shared = Tile.of(widths.first, dtype.itemsize), widths.rest > 0
+    tile = Tile.of(widths.first, dtype.itemsize)
     padded, padded_rest = widths.padded
     shape: Constants = {
         "first_dim": widths.first, "padded_dim": padded, "rest_dim": widths.rest, "padded_rest": padded_rest,
@@ -49,7 +49,6 @@ def _kernels(dtype: torch.dtype, widths: Widths, group: int, *, has_cap: bool) -
     }  # fmt: skip
     program: Constants = {
         "block_size": 16, "group": group, "heads": min(group, 16), "tile": tile.tokens, "has_cap": has_cap,
-        "is_shared": is_shared,
     }  # fmt: skip
     yield paged_attention._decode, {**shape, **program, "lanes": 16, "least_tiles": 2}
     yield paged_attention._spans, {**shape, **program, "lanes": tile.lanes}
@@ -97,7 +96,7 @@ def _type_of(name: str, dtype: torch.dtype, constants: Constants) -> str:
 def main() -> None:
     for capability, dtype, widths, group, has_cap in _CASES:
         for kernel, constants in _kernels(dtype, widths, group, has_cap=has_cap):
-            stages = stages_of(widths.first, dtype.itemsize)
+            stages = Tile.of(widths.first, dtype.itemsize).stages
             print(kernel.__name__, dtype, capability, _shared_bytes(kernel, dtype, constants, capability, stages))
     for capability in (80, 90):
         for dtype in _TYPES:

@@ -271,27 +271,27 @@ def _blob_name(digest: str) -> str:
     return f"blobs/{digest.replace(':', '/')}"
 
 
-def _member(read: tarfile.TarFile, name: str) -> bytes:
+def _opened(read: tarfile.TarFile, name: str) -> IO[bytes]:
+    """Return a member's content. Raises KeyError for what has none."""
     file = read.extractfile(name)
     if file is None:
         raise KeyError(name)
-    return file.read()
+    return file
+
+
+def _member(read: tarfile.TarFile, name: str) -> bytes:
+    return _opened(read, name).read()
 
 
 def _digest(read: tarfile.TarFile, digest: str) -> str:
-    file = read.extractfile(_blob_name(digest))
-    if file is None:
-        raise KeyError(digest)
+    file = _opened(read, _blob_name(digest))
     return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"  # type: ignore[arg-type]
 
 
 @contextmanager
 def _uncompressed(read: tarfile.TarFile, name: str) -> Iterator[IO[bytes]]:
     """Yield a member of an archive, which may be compressed there."""
-    file = read.extractfile(name)
-    if file is None:
-        raise KeyError(name)
-    with file:
+    with _opened(read, name) as file:
         packed = file.read(len(_GZIP)) == _GZIP
         file.seek(0)
         if not packed:

@@ -83,6 +83,8 @@ class Tile:
 
     lanes: int
     tokens: int
+    stages: int
+    """Tiles of keys and values that are on their way or computed at a time."""
 
     @classmethod
     def of(cls, head_dim: int, element_bytes: int) -> Tile:
@@ -92,13 +94,30 @@ class Tile:
         """
         row_bytes = triton.next_power_of_2(head_dim) * element_bytes
         if row_bytes <= _FULL_TILE_BYTES:
-            return cls(64, 64)
-        return cls(32, 32) if row_bytes <= 2 * _FULL_TILE_BYTES else cls(16, 16)
+            return cls(64, 64, stages=3)
+        if row_bytes <= 2 * _FULL_TILE_BYTES:
+            return cls(32, 32, stages=3)
+        return cls(16, 16, stages=3 if row_bytes <= 4 * _FULL_TILE_BYTES else 2)
 
 
-def stages_of(head_dim: int, element_bytes: int) -> int:
-    """Return the tiles of keys and values that are on their way or computed at a time, so that they fit as well."""
-    return 3 if triton.next_power_of_2(head_dim) * element_bytes <= 4 * _FULL_TILE_BYTES else 2
+@triton.jit
+def load_queries(  # type: ignore[no-untyped-def]
+    from_lane,
+    is_lane,
+    first_dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    rest_dim: tl.constexpr,
+    padded_rest: tl.constexpr,
+):
+    """Return the queries at `from_lane`, [lanes, 1], in the two parts of keys; the second only if there is one."""
+    dims = tl.arange(0, padded_dim)
+    queries = tl.load(from_lane + dims[None, :], mask=is_lane[:, None] & (dims[None, :] < first_dim), other=0.0)
+    rest_queries = queries
+    if rest_dim:
+        rest = tl.arange(0, padded_rest)
+        is_rest = is_lane[:, None] & (rest[None, :] < rest_dim)
+        rest_queries = tl.load(from_lane + first_dim + rest[None, :], mask=is_rest, other=0.0)
+    return queries, rest_queries
 
 
 @triton.jit
@@ -146,12 +165,11 @@ def fold(  # type: ignore[no-untyped-def]
     block_size: tl.constexpr,
     tile: tl.constexpr,
     has_cap: tl.constexpr,
-    is_shared: tl.constexpr,
 ):
     """Add one KV head's tile of tokens from `start` on, as far as it lies in [begin, end), to the running sums.
 
     `blocks` are those of the tile's tokens. Keys have `rest_dim` elements behind those that queries and values have in
-    `first_dim`; `rest_queries` meet these. `is_shared`: a token's value is the first part of its key.
+    `first_dim`; `rest_queries` meet these. If there are such, a token's value is the first part of its key.
     A lane sees tokens first_seen..last_seen. Over the tokens so far, `maximum` is the largest score, `total` the sum of
     weights 2^(score - maximum), and `accumulated` the sum of weighted values. Returns accumulated, maximum and total.
     """
@@ -162,7 +180,7 @@ def fold(  # type: ignore[no-untyped-def]
     offsets = slots[:, None] * slot_stride + dims[None, :]
     is_element = is_read[:, None] & (dims[None, :] < first_dim)
     key = tl.load(keys + offsets, mask=is_element, other=0.0).to(queries.dtype)
-    value = key if is_shared else tl.load(values + offsets, mask=is_element, other=0.0).to(queries.dtype)
+    value = key if rest_dim else tl.load(values + offsets, mask=is_element, other=0.0).to(queries.dtype)
     scores = tl.dot(queries, tl.trans(key), input_precision="ieee")
     if rest_dim:
         rest = tl.arange(0, padded_rest)

@@ -15,7 +15,7 @@ all of them can be captured into a graph.
 Latent attention has one KV head, whose keys are the values, too, but for their last elements. These are read once, and
 are a product of their own (`Widths`).
 
-Two tiles of keys and values are on their way while a third is computed (`stages_of`, `blocks_of_tile`), one of latent
+Two tiles of keys and values are on their way while a third is computed (`Tile.stages`, `blocks_of_tile`), one of latent
 attention in float32. Programs of
 one row's KV heads follow one another, for they read the same blocks.
 """
@@ -35,7 +35,7 @@ from hetero_worker.kernels.attention_tiles import (
     Widths,
     blocks_of_tile,
     fold,
-    stages_of,
+    load_queries,
     with_sink,
 )
 
@@ -87,7 +87,6 @@ def _decode(  # type: ignore[no-untyped-def]
     least_tiles: tl.constexpr,
     has_cap: tl.constexpr,
     has_sinks: tl.constexpr,
-    is_shared: tl.constexpr,
 ):
     """Attend to the split's share of the row's tiles, `least_tiles` at least.
 
@@ -104,12 +103,7 @@ def _decode(  # type: ignore[no-untyped-def]
     is_lane = (lane < heads) & (member < group)
     is_element = is_lane[:, None] & (dims[None, :] < first_dim)
     from_head = query + row * query_row_stride + head[:, None] * query_head_stride
-    queries = tl.load(from_head + dims[None, :], mask=is_element, other=0.0)
-    rest_queries = queries
-    if rest_dim:
-        rest = tl.arange(0, padded_rest)
-        is_rest = is_lane[:, None] & (rest[None, :] < rest_dim)
-        rest_queries = tl.load(from_head + first_dim + rest[None, :], mask=is_rest, other=0.0)
+    queries, rest_queries = load_queries(from_head, is_lane, first_dim, padded_dim, rest_dim, padded_rest)
     length = tl.load(lengths + row)
     begin = tl.maximum(length - window, 0)
     first_tile = begin // tile
@@ -149,7 +143,6 @@ def _decode(  # type: ignore[no-untyped-def]
             block_size,
             tile,
             has_cap,
-            is_shared,
         )
         blocks = next_blocks
     if num_splits > 1:
@@ -235,7 +228,6 @@ def _spans(  # type: ignore[no-untyped-def]
     tile: tl.constexpr,
     has_cap: tl.constexpr,
     has_sinks: tl.constexpr,
-    is_shared: tl.constexpr,
 ):
     """Attend with as many rows of a span as there are lanes; program (piece, span, KV head and `heads` query heads).
 
@@ -258,12 +250,7 @@ def _spans(  # type: ignore[no-untyped-def]
         is_element = is_lane[:, None] & (dims[None, :] < first_dim)
         step_row = (span_begin + row).to(tl.int64)
         from_head = query + step_row[:, None] * query_row_stride + head[:, None] * query_head_stride
-        queries = tl.load(from_head + dims[None, :], mask=is_element, other=0.0)
-        rest_queries = queries
-        if rest_dim:
-            rest = tl.arange(0, padded_rest)
-            is_rest = is_lane[:, None] & (rest[None, :] < rest_dim)
-            rest_queries = tl.load(from_head + first_dim + rest[None, :], mask=is_rest, other=0.0)
+        queries, rest_queries = load_queries(from_head, is_lane, first_dim, padded_dim, rest_dim, padded_rest)
         last_seen = num_computed + row
         first_seen = tl.maximum(last_seen + 1 - window, 0)
         begin = tl.maximum(num_computed + first_row + 1 - window, 0)
@@ -299,7 +286,6 @@ def _spans(  # type: ignore[no-untyped-def]
                 block_size,
                 tile,
                 has_cap,
-                is_shared,
             )
             blocks = next_blocks
         total = with_sink(total, maximum, sinks, head, is_lane, has_sinks)
@@ -327,7 +313,7 @@ def attend_decode(
     shape = (num_rows, num_heads, num_splits) if num_splits > 1 else (0,)
     maxima = query.new_empty(shape, dtype=torch.float32)
     totals, sums = torch.empty_like(maxima), maxima.new_empty((*shape, widths.first))
-    tile = _tile(query, paged).tokens
+    tile = _tile(query, paged)
     _decode[(num_kv_heads * triton.cdiv(group, heads), num_rows, num_splits)](
         query,
         paged.keys,
@@ -345,12 +331,12 @@ def attend_decode(
         *_strides(query, out, paged),
         **_shapes(paged, group, heads),
         lanes=max(_LEAST_LANES, triton.next_power_of_2(heads)),
-        tile=tile,
-        least_tiles=LEAST_SPLIT_TOKENS // tile,
+        tile=tile.tokens,
+        least_tiles=LEAST_SPLIT_TOKENS // tile.tokens,
         has_cap=scoring.soft_cap is not None,
         has_sinks=scoring.sinks is not None,
         num_warps=4,
-        num_stages=stages_of(Widths.of(paged).first, _element_bytes(query, paged)),
+        num_stages=tile.stages,
         enable_fp_fusion=True,
     )
     if num_splits > 1:
@@ -412,17 +398,13 @@ def attend_spans(
         has_cap=scoring.soft_cap is not None,
         has_sinks=scoring.sinks is not None,
         num_warps=max(_LEAST_WARPS, lanes // _MOST_LANES_PER_WARP),
-        num_stages=stages_of(Widths.of(paged).first, _element_bytes(query, paged)),
+        num_stages=tile.stages,
         enable_fp_fusion=True,
     )
 
 
 def _tile(query: torch.Tensor, paged: PagedKeys) -> Tile:
-    return Tile.of(Widths.of(paged).first, _element_bytes(query, paged))
-
-
-def _element_bytes(query: torch.Tensor, paged: PagedKeys) -> int:
-    return max(query.element_size(), paged.keys.element_size())
+    return Tile.of(Widths.of(paged).first, max(query.element_size(), paged.keys.element_size()))
 
 
 def _heads_at_once(group: int, paged: PagedKeys) -> int:
@@ -442,7 +424,6 @@ def _shapes(paged: PagedKeys, group: int, heads: int) -> dict[str, int | bool]:
         "block_size": paged.block_size,
         "group": group,
         "heads": heads,
-        "is_shared": paged.value_dim is not None,
     }
 
 

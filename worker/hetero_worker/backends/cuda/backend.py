@@ -144,7 +144,9 @@ class CudaBackend(DeviceBackend):
     def attention(self, config: ModelConfig, *, batch_invariant: bool) -> AttentionBackend:
         """See `DeviceBackend.attention`."""
         shapes, value_dim = _attention_shapes(config), None if config.latent is None else config.latent.rank
-        problems = [self._triton_problem, _attention_gap(config, batch_invariant=batch_invariant)]
+        problems = [self._triton_problem]
+        if config.latent is not None and batch_invariant:
+            problems.append("torch norms and rotates what latent attention caches")
         problems += [attention_problem(head_dim=dim, group_size=group, value_dim=value_dim) for dim, group in shapes]
         problem = next(filter(None, problems), None)
         if problem is not None:
@@ -207,13 +209,6 @@ def _attention_shapes(config: ModelConfig) -> list[tuple[int, int]]:
         return [(config.latent.cached_dim, config.num_heads)]
     layers = [config.of_layer(layer) for layer in range(config.num_layers)]
     return sorted({(own.head_dim, own.group_size // own.kv_heads_a_unit) for own in layers})
-
-
-def _attention_gap(config: ModelConfig, *, batch_invariant: bool) -> str | None:
-    """Return what the attention kernels lack for the model, whatever its shapes; None if they lack nothing."""
-    if config.latent is not None and batch_invariant:
-        return "torch norms and rotates what latent attention caches"
-    return None
 
 
 def _refuse_if(batch_invariant: bool, problem: str | None) -> None:

@@ -10,8 +10,8 @@
 #define HETERO_AMX_H
 
 #include "isa.h"
+#include "packing.h"
 
-#define HC_TILE_ROWS 16
 #define HC_TILE_BYTES 64 /* of a row */
 
 #if defined(HC_AMX_EMULATED)

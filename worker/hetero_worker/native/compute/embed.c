@@ -27,8 +27,7 @@ static void floats(const hc_weight *table, const void *panel, uint64_t lane, uin
 static void whole_numbers(const hc_weight *table, const uint8_t *panel, uint64_t lane, uint64_t begin, uint64_t end,
                           float *y) {
     static const uint8_t floats_of[16] = {HC_F4_TABLE};
-    int is_float = table->format == HC_F4;
-    int zero = table->format == HC_I8 ? HC_I8_ZERO : is_float ? HC_F4_ZERO : table->minima ? 0 : HC_I4_ZERO;
+    int is_float = table->format == HC_F4, zero = hc_stored_zero(table);
     for (uint64_t i = begin; i < end; i++) {
         int value;
         if (table->format == HC_I8)

@@ -39,20 +39,24 @@ static inline uint64_t hc_rows_bytes(const hc_linear_op *op) {
 /* Terms of bfloat16 that a number of x is the sum of, where tiles multiply. */
 static inline uint64_t hc_terms(uint64_t type) { return type == HC_F32 ? 3 : 1; }
 
-/* Rows as they are put together for tiles of 16: all of one, or whole ones. */
-static inline uint64_t hc_tile_rows(uint64_t rows) { return rows <= 16 ? rows : hc_round_up(rows, 16); }
+/* Rows as they are put together for tiles: all of one, or whole ones. */
+static inline uint64_t hc_tile_rows(uint64_t rows) {
+    return rows <= HC_TILE_ROWS ? rows : hc_round_up(rows, HC_TILE_ROWS);
+}
 
 /* Bytes of all rows as tiles read them; a tile's rows lie apart as those of a whole one. */
 static inline uint64_t hc_tile_rows_bytes(const hc_linear_op *op) {
-    return hc_round_up(op->op.rows, 16) * hc_stored_inputs(op->weight) * hc_terms(op->type) * sizeof(uint16_t);
+    return hc_round_up(op->op.rows, HC_TILE_ROWS) * hc_stored_inputs(op->weight) * hc_terms(op->type) * sizeof(uint16_t);
 }
 
-#define HC_KEPT_SUMS 64u /* of 32 rows and a panel, that are kept from one block of inputs to the next, at most */
+#define HC_HIGH_ROWS (2 * HC_TILE_ROWS) /* that tiles multiply at once, with a panel */
+#define HC_KEPT_SUMS 64u /* of so many rows and a panel, that are kept from one block of inputs to the next, at most */
 
-/* Bytes of sums that a member keeps, where tiles multiply more than 32 rows. */
+/* Bytes of sums that a member keeps, where there are more rows. */
 static inline uint64_t hc_kept_bytes(const hc_linear_op *op) {
-    uint64_t most = (op->op.rows + 31) / 32 * hc_panels(op->weight);
-    return op->op.rows <= 32 ? 0 : (most < HC_KEPT_SUMS ? most : HC_KEPT_SUMS) * HC_PANEL * 32 * sizeof(float);
+    uint64_t most = (op->op.rows + HC_HIGH_ROWS - 1) / HC_HIGH_ROWS * hc_panels(op->weight);
+    uint64_t sums = op->op.rows <= HC_HIGH_ROWS ? 0 : most < HC_KEPT_SUMS ? most : HC_KEPT_SUMS;
+    return sums * HC_HIGH_ROWS * HC_PANEL * sizeof(float);
 }
 
 /* Whether kernels copy rows of x before they multiply: all but a single one that is as they want it. */

@@ -108,18 +108,14 @@ static void multiply_piece(const hc_piece *piece, hc_amx *amx) {
 static void spread(const hc_weight *weight, uint64_t panel, uint8_t *out) {
     const uint8_t *stored = hc_panel(weight, panel);
     uint64_t inputs = hc_stored_inputs(weight), unit = hc_has_nibbles(weight) ? 8 : 4;
-    uint8_t zero = weight->format == HC_I8 ? HC_I8_ZERO : weight->format == HC_F4 ? HC_F4_ZERO : weight->minima ? 0 : HC_I4_ZERO;
+    uint8_t zero = hc_stored_zero(weight);
+    int are_floats = weight->format == HC_F4;
     for (uint64_t i = 0; i < inputs; i += unit, out += unit * HC_PANEL)
         for (int v = 0; v < HC_VECTORS; v++, stored += HC_TILE_BYTES) {
             u8x64 values = hc_load_bytes(stored), low = values, high;
             if (unit == 8) {
-                low = hc_low_nibbles(values);
-                high = hc_high_nibbles(values);
-                if (weight->format == HC_F4) {
-                    low = hc_looked_up(low);
-                    high = hc_looked_up(high);
-                }
-                high -= zero;
+                low = hc_low_values(values, are_floats);
+                high = hc_high_values(values, are_floats) - zero;
                 memcpy(out + ROW_BYTES + v * HC_TILE_BYTES, &high, sizeof high);
             }
             low -= zero;

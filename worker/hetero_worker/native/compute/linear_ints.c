@@ -39,14 +39,6 @@ typedef struct {
     hc_corner corner;
 } hc_piece;
 
-HC_INLINE u8x64 low_values(const int kind, u8x64 bytes) {
-    return kind == FLOAT_NIBBLES ? hc_looked_up(hc_low_nibbles(bytes)) : hc_low_nibbles(bytes);
-}
-
-HC_INLINE u8x64 high_values(const int kind, u8x64 bytes) {
-    return kind == FLOAT_NIBBLES ? hc_looked_up(hc_high_nibbles(bytes)) : hc_high_nibbles(bytes);
-}
-
 /* sums += dot products of `count` inputs, a multiple of 4 (where two lie in a byte: of 8). */
 HC_INLINE void add_dots(const int rows, const int vectors, const int kind, const uint8_t *w, const int8_t *x,
                         uint64_t count, i32x16 (*sums)[HC_VECTORS]) {
@@ -56,7 +48,7 @@ HC_INLINE void add_dots(const int rows, const int vectors, const int kind, const
         HC_UNROLLED
         for (int v = 0; v < vectors; v++) {
             weights[v] = hc_load_bytes(w + v * VECTOR_BYTES);
-            low[v] = ARE_PACKED(kind) ? low_values(kind, weights[v]) : weights[v];
+            low[v] = ARE_PACKED(kind) ? hc_low_values(weights[v], kind == FLOAT_NIBBLES) : weights[v];
         }
         HC_UNROLLED
         for (int r = 0; r < rows; r++)
@@ -67,7 +59,7 @@ HC_INLINE void add_dots(const int rows, const int vectors, const int kind, const
             continue;
         HC_UNROLLED
         for (int v = 0; v < vectors; v++)
-            weights[v] = high_values(kind, weights[v]);
+            weights[v] = hc_high_values(weights[v], kind == FLOAT_NIBBLES);
         HC_UNROLLED
         for (int r = 0; r < rows; r++)
             HC_UNROLLED
@@ -196,10 +188,9 @@ static multiplier *multiplier_of(const hc_weight *weight, int is_spread) {
 }
 
 static void spread(const uint8_t *panel, uint64_t inputs, int are_floats, uint8_t *out) {
-    const int kind = are_floats ? FLOAT_NIBBLES : NIBBLES;
     for (uint64_t i = 0; i < inputs; i += 8, out += HC_VECTORS * VECTOR_BYTES)
         for (int v = 0; v < HC_VECTORS; v++, panel += VECTOR_BYTES, out += VECTOR_BYTES) {
-            u8x64 weights = hc_load_bytes(panel), low = low_values(kind, weights), high = high_values(kind, weights);
+            u8x64 weights = hc_load_bytes(panel), low = hc_low_values(weights, are_floats), high = hc_high_values(weights, are_floats);
             memcpy(out, &low, sizeof low);
             memcpy(out + HC_VECTORS * VECTOR_BYTES, &high, sizeof high);
         }

@@ -16,7 +16,6 @@
 
 extern hc_kernel HC_NAME(linear_tiles);
 
-#define HIGH (2 * HC_TILE_ROWS)            /* rows that are multiplied at once, with a panel */
 #define X_BYTES (512u * 1024)              /* of x that stay in the second cache, and meet panel after panel */
 #define STEP_BYTES (HC_PAIRED_INPUTS * HC_PANEL * sizeof(uint16_t)) /* of a panel, for a tile's inputs */
 #define ROW_BYTES (HC_VECTORS * HC_TILE_BYTES)                      /* of a panel, for a pair */
@@ -133,7 +132,7 @@ static void put_rows(const hc_rows *rows, uint64_t begin, uint64_t end) {
 typedef struct {
     const char *w, *x;
     uint64_t steps, of_tile;
-    float *sums; /* [HIGH][HC_PANEL]: of the blocks before */
+    float *sums; /* [HC_HIGH_ROWS][HC_PANEL]: of the blocks before */
     hc_ahead ahead;
     hc_corner corner;
     int is_first, is_last;
@@ -217,7 +216,7 @@ static void multiply_batch(const hc_rows *rows, const hc_part *part, const hc_ba
     const hc_weight *weight = rows->op->weight;
     uint64_t high = part->behind_tiles - part->first_tile;
     hc_stream stream = hc_stream_of(hc_panel(weight, hc_panels(weight)), STEP_BYTES, high, hc_panel_bytes(weight));
-    _Alignas(64) float sums[HIGH * HC_PANEL];
+    _Alignas(64) float sums[HC_HIGH_ROWS * HC_PANEL];
     hc_piece piece = {.of_tile = rows->of_tile, .sums = sums};
     for (uint64_t step = 0; step < rows->steps; step += batch->steps) {
         piece.steps = rows->steps - step < batch->steps ? rows->steps - step : batch->steps;
@@ -229,10 +228,10 @@ static void multiply_batch(const hc_rows *rows, const hc_part *part, const hc_ba
                 piece.w = (const char *)hc_panel(weight, panel) + step * STEP_BYTES;
                 piece.x = rows->x + 2 * first * rows->of_tile + step * rows->terms * TERM_BYTES;
                 piece.ahead = hc_ahead_of(&stream, piece.w, i);
-                piece.corner = hc_corner_of(rows->op, NULL, first * HIGH, panel * HC_PANEL);
+                piece.corner = hc_corner_of(rows->op, NULL, first * HC_HIGH_ROWS, panel * HC_PANEL);
                 if (batch->steps < rows->steps)
-                    piece.sums = kept + ((panel - part->first_panel) * high + i) * HIGH * HC_PANEL;
-                multiply_piece(rows->count - first * HIGH > HC_TILE_ROWS ? 2 : 1, rows->terms, &piece, amx);
+                    piece.sums = kept + ((panel - part->first_panel) * high + i) * HC_HIGH_ROWS * HC_PANEL;
+                multiply_piece(rows->count - first * HC_HIGH_ROWS > HC_TILE_ROWS ? 2 : 1, rows->terms, &piece, amx);
             }
     }
 }
@@ -255,7 +254,7 @@ static void multiply_part(const hc_rows *rows, const hc_part *part, float *kept,
 void HC_NAME(linear_tiles)(const hc_op *any, hc_crew *crew, uint64_t member) {
     const hc_linear_op *op = (const hc_linear_op *)any;
     hc_rows rows = rows_of(op);
-    uint64_t num_high = (rows.count + HIGH - 1) / HIGH, begin = 0, end = rows.count;
+    uint64_t num_high = (rows.count + HC_HIGH_ROWS - 1) / HC_HIGH_ROWS, begin = 0, end = rows.count;
     hc_part part = hc_part_of(num_high, hc_panels(op->weight), crew->size, member);
     rows.x = op->scratch;
     if (op->op.rows > HC_FEW_ROWS) {

@@ -19,6 +19,7 @@
 #define HC_I4_ZERO 8   /* the same of I4 without minima */
 #define HC_F4_ZERO 12  /* what twice a 4-bit float is more than itself, once it is looked up */
 
+#define HC_TILE_ROWS 16     /* of amx.h */
 #define HC_PAIRED_INPUTS 32 /* what a tile takes of bfloat16 inputs at once */
 
 static inline uint64_t hc_round_up(uint64_t count, uint64_t unit) { return (count + unit - 1) / unit * unit; }
@@ -28,6 +29,15 @@ static inline uint64_t hc_panels(const hc_weight *weight) { return (weight->out 
 /* Whether rows are made whole numbers beside it. */
 static inline int hc_is_quantized(const hc_weight *weight) {
     return weight->format >= HC_I8 && weight->format != HC_F8;
+}
+
+/* What a stored value is that stands for 0, floats of 4 bits looked up. */
+static inline uint8_t hc_stored_zero(const hc_weight *weight) {
+    if (weight->format == HC_I8)
+        return HC_I8_ZERO;
+    if (weight->format == HC_F4)
+        return HC_F4_ZERO;
+    return weight->minima ? 0 : HC_I4_ZERO;
 }
 
 static inline int hc_has_scales(const hc_weight *weight) { return weight->format >= HC_I8; }

@@ -25,11 +25,7 @@ static inline hc_quantized hc_quantized_at(const hc_weight *weight, void *at, ui
 
 /* What a weight's numbers are more than they stand for, as hc_dot sees them. */
 static inline int32_t hc_zero_of(const hc_weight *weight) {
-    if (weight->format == HC_I8)
-        return HC_DOT_TAKES_ZERO ? 0 : HC_I8_ZERO;
-    if (weight->format == HC_F4)
-        return HC_F4_ZERO;
-    return weight->minima ? 0 : HC_I4_ZERO;
+    return weight->format == HC_I8 && HC_DOT_TAKES_ZERO ? 0 : hc_stored_zero(weight);
 }
 
 /* A group of up to 32 inputs; writes them up to a multiple of 16. A group with an infinite number, or none, has no number

@@ -57,4 +57,13 @@ static inline u8x64 hc_looked_up(u8x64 codes) {
 #endif
 }
 
+/* Values of 4 bits, whole numbers or floats, in the low and in the high halves of bytes. */
+static inline __attribute__((always_inline)) u8x64 hc_low_values(u8x64 bytes, const int are_floats) {
+    return are_floats ? hc_looked_up(hc_low_nibbles(bytes)) : hc_low_nibbles(bytes);
+}
+
+static inline __attribute__((always_inline)) u8x64 hc_high_values(u8x64 bytes, const int are_floats) {
+    return are_floats ? hc_looked_up(hc_high_nibbles(bytes)) : hc_high_nibbles(bytes);
+}
+
 #endif
