@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,18 @@ Told = Mapping[str, Sequence[tuple[int, bytes]]]
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny("qwen3", tmp_path_factory.mktemp("qwen3")).directory
+
+
+@pytest.fixture(scope="module")
+def smaller(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model without its last layer."""
+    directory = tmp_path_factory.mktemp("smaller")
+    shutil.copytree(qwen3, directory, dirs_exist_ok=True)
+    config = json.loads((directory / "config.json").read_text())
+    config["num_hidden_layers"] -= 1
+    config["layer_types"] = config.get("layer_types", [])[:-1] or None
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
 
 
 def name_of(completion: Completion) -> str:
@@ -109,6 +124,7 @@ def result_of(group: RankGroup, plan: ranks_pb2.StepPlan) -> ranks_pb2.StepResul
         token_ids=[token.token for token in outcome.sampled],
         logprobs=outcome.outputs[0].logprobs,
         prompt_logprobs=outcome.outputs[0].prompt_logprobs,
+        drafts=outcome.outputs[0].drafts,
     )
 
 
@@ -161,6 +177,59 @@ def repeating(number: int, *, temperature: float) -> Asked:
         ignore_eos=True,
     )
     return Asked(request, turn=4 * number)
+
+
+DRAFTING = SpeculationConfig(max_tokens=5, drafts=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("temperature", [0.0, 0.6], ids=["greedy", "seeded"])
+def test_two_hundred_prompts_with_a_draft_model(qwen3: Path, smaller: Path, layout: str, temperature: float) -> None:
+    prompts_with_a_draft_model(200, qwen3, smaller, layout, temperature)
+
+
+@pytest.mark.parametrize("layout", ["one", "two", "GPU and CPU"])
+def test_prompts_with_a_draft_model(qwen3: Path, smaller: Path, layout: str) -> None:
+    prompts_with_a_draft_model(20, qwen3, smaller, layout, 0.6)
+
+
+def prompts_with_a_draft_model(number: int, model: Path, draft: Path, layout: str, temperature: float) -> None:
+    shares, options = LAYOUTS[layout]
+    asked = [repeating(number, temperature=temperature) for number in range(number)]
+    expected, _ = serve(RankGroup(model, shares, keeps_logits=False, **options), asked)
+    group = RankGroup(model, shares, keeps_logits=False, draft=draft, **options)
+    told, proposing = serve(group, asked, Speculator(DRAFTING))
+    assert told == expected
+    proposed, accepted = proposing.token_ids
+    assert 0 < accepted < proposed
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_draft_model_serves_every_kind_of_draw(qwen3: Path, smaller: Path, layout: str) -> None:
+    """Common prefixes, prompts in chunks, preemption, several completions of a prompt, penalties, biases."""
+    shares, options = LAYOUTS[layout]
+    asked = random_requests(3, 14, vocabulary=VOCAB_SIZE)
+    expected, _ = serve(RankGroup(qwen3, shares, keeps_logits=False, num_blocks=40, **options), asked)
+    group = RankGroup(qwen3, shares, keeps_logits=False, num_blocks=40, draft=smaller, **options)
+    told, proposing = serve(group, asked, Speculator(DRAFTING))
+    assert told == expected
+    assert proposing.token_ids[1] > 0
+    again, _ = serve(group, asked, Speculator(DRAFTING))
+    assert again == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "seeded"])
+def test_a_model_that_drafts_for_itself_is_always_right(qwen3: Path, temperature: float) -> None:
+    """Its cache holds the right tokens, and it draws by the keys and edits of the draws to come."""
+    asked = [replace(repeating(number, temperature=temperature), turn=12 * number) for number in range(20)]
+    expected, plain = serve(RankGroup(qwen3, ONE, keeps_logits=False, num_blocks=40), asked)
+    group = RankGroup(qwen3, ONE, keeps_logits=False, num_blocks=40, draft=qwen3)
+    told, proposing = serve(group, asked, Speculator(DRAFTING))
+    assert told == expected
+    proposed, accepted = proposing.token_ids
+    assert proposed > 100
+    assert accepted == proposed
+    assert proposing.step_id < 0.8 * plain.step_id
 
 
 def test_right_proposals_take_a_fraction_of_the_steps(qwen3: Path) -> None:
