@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +23,7 @@ from hetero_worker.runners.plan_check import PlanBounds, PlanCheck
 from hetero_worker.runners.slots import SlotCounts, SlotTable
 from hetero_worker.sampling.request import SequenceSampling
 from tests.support.async_serving import BLOCK_SIZE, MAX_TOKENS, Asked, AsyncRank, random_requests
+from tests.support.draft_models import without_layers
 from tests.support.rank_group import GREEDY, PlanBuilder, RankGroup, Shares
 from tests.support.tape import TapeBackend
 from tests.support.tiny_checkpoints import VOCAB_SIZE, save_tiny
@@ -51,13 +50,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def smaller(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model without its last layer."""
-    directory = tmp_path_factory.mktemp("smaller")
-    shutil.copytree(qwen3, directory, dirs_exist_ok=True)
-    config = json.loads((directory / "config.json").read_text())
-    config["num_hidden_layers"] -= 1
-    config["layer_types"] = config.get("layer_types", [])[:-1] or None
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
+    return without_layers(qwen3, tmp_path_factory.mktemp("smaller"), number=1)
 
 
 def name_of(completion: Completion) -> str:

@@ -97,6 +97,12 @@ class GroupSettings:
             return None
         return ranks_pb2.Quantization(method=model.quantization, group_size=model.quantization_group_size or 0)
 
+    @property
+    def has_draft(self) -> bool:
+        """Whether rank 0 loads a draft model."""
+        speculation = speculation_of(self.spec.engine.speculative, self.config)
+        return speculation is not None and speculation.drafts
+
     @classmethod
     def from_resource(
         cls, resource: HeteroInference, config: ModelConfig, *, model_fingerprint: str, model_source: str = ""
@@ -165,7 +171,25 @@ def speculation_of(spec: SpeculativeSpec, config: ModelConfig) -> SpeculationCon
     """Return how tokens are proposed to the model; None: not at all."""
     if spec.kind == SpeculationKind.NONE or config.delta is not None:
         return None
-    return SpeculationConfig(max_tokens=spec.max_tokens, only_if_faster=spec.kind == SpeculationKind.AUTO)
+    return SpeculationConfig(
+        max_tokens=spec.max_tokens, only_if_faster=spec.kind == SpeculationKind.AUTO, drafts=spec.draft is not None
+    )
+
+
+def draft_problem(draft: ModelConfig, *, max_model_len: int) -> str:
+    """Return why a model of the right tokenizer cannot draft, `path: message`; "" if it can."""
+    path = "spec.engine.speculative.draft"
+    if draft.delta is not None:
+        return (
+            f"{path}: its layers keep states of sequences, which cannot go back behind a token that was wrong; take "
+            "another model"
+        )
+    if draft.max_position < max_model_len:
+        return (
+            f"{path}: has {draft.max_position} positions, and sequences have up to {max_model_len}; take another "
+            "model, or lower spec.model.maxModelLen"
+        )
+    return ""
 
 
 # --- checks -------------------------------------------------------------------------------------------------
@@ -245,7 +269,7 @@ def _model_problems(spec: HeteroInferenceSpec, config: ModelConfig) -> list[str]
             f"spec.model.maxModelLen: {asked} is more than the {config.max_position} positions of the model"
         )
     kind = spec.engine.speculative.kind
-    if config.delta is not None and kind == SpeculationKind.NGRAM:
+    if config.delta is not None and kind in (SpeculationKind.NGRAM, SpeculationKind.DRAFT):
         problems.append(
             f"spec.engine.speculative.kind: {kind}, but layers of this model keep states of sequences, which cannot go "
             "back behind a token that was wrong; use None or Auto"
