@@ -88,6 +88,8 @@ class GroupSettings:
     block_size: int
     version: str = VERSION
     model_source: str = ""
+    draft: ModelConfig | None = None
+    """The draft model that rank 0 holds, too; None: there is none."""
 
     @property
     def quantization(self) -> ranks_pb2.Quantization | None:
@@ -96,12 +98,6 @@ class GroupSettings:
         if model.quantization == Quantization.NONE:
             return None
         return ranks_pb2.Quantization(method=model.quantization, group_size=model.quantization_group_size or 0)
-
-    @property
-    def has_draft(self) -> bool:
-        """Whether rank 0 loads a draft model."""
-        speculation = speculation_of(self.spec.engine.speculative, self.config)
-        return speculation is not None and speculation.drafts
 
     @classmethod
     def from_resource(
@@ -174,6 +170,12 @@ def speculation_of(spec: SpeculativeSpec, config: ModelConfig) -> SpeculationCon
     return SpeculationConfig(
         max_tokens=spec.max_tokens, only_if_faster=spec.kind == SpeculationKind.AUTO, drafts=spec.draft is not None
     )
+
+
+def wants_draft(spec: HeteroInferenceSpec, config: ModelConfig) -> bool:
+    """Return whether rank 0 of the group is to load a draft model."""
+    speculation = speculation_of(spec.engine.speculative, config)
+    return speculation is not None and speculation.drafts
 
 
 def draft_problem(draft: ModelConfig, *, max_model_len: int) -> str:

@@ -6,7 +6,7 @@ import argparse
 import ipaddress
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -22,7 +22,7 @@ from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.step_pace import LOOKAHEAD_S
 from hetero_gateway.engine.text.tokenizer import TextTokenizer
 from hetero_gateway.group.errors import UnsupportedSpecError
-from hetero_gateway.group.settings import GroupSettings, check_supported, draft_problem, speculation_of
+from hetero_gateway.group.settings import GroupSettings, check_supported, draft_problem, speculation_of, wants_draft
 from hetero_gateway.server.sampling_params import read_sampling_defaults
 
 PROGRAM: Final = "hetero_gateway"
@@ -229,8 +229,8 @@ def read_model(manifest: Path, model_dir: Path, draft_dir: Path | None = None) -
         model_source=source.describe() if source else "",
     )
     tokenizer = TextTokenizer.from_directory(model_dir)
-    if settings.has_draft:
-        _check_draft(settings, tokenizer, draft_dir)
+    if wants_draft(settings.spec, config):
+        settings = replace(settings, draft=_read_draft(settings, tokenizer, draft_dir))
     takes_defaults = resource.spec.engine.sampling_defaults is SamplingDefaults.MODEL
     return ServedModel(
         resource=resource,
@@ -253,8 +253,8 @@ def read_model(manifest: Path, model_dir: Path, draft_dir: Path | None = None) -
     )
 
 
-def _check_draft(settings: GroupSettings, tokenizer: TextTokenizer, draft_dir: Path | None) -> None:
-    """Raise UnsupportedSpecError unless there is a draft model that suits; ModelError for its files."""
+def _read_draft(settings: GroupSettings, tokenizer: TextTokenizer, draft_dir: Path | None) -> ModelConfig:
+    """Return the draft model's shape. Raises UnsupportedSpecError unless there is one that suits; ModelError."""
     path = "spec.engine.speculative.draft"
     if draft_dir is None:
         raise UnsupportedSpecError([f"{path}: this gateway was started without a draft model; see --draft"])
@@ -263,6 +263,7 @@ def _check_draft(settings: GroupSettings, tokenizer: TextTokenizer, draft_dir: P
         raise UnsupportedSpecError([problem])
     if difference := tokenizer.difference_to(TextTokenizer.from_directory(draft_dir)):
         raise UnsupportedSpecError([f"{path}: has another tokenizer: {difference}; take a model of the same family"])
+    return draft
 
 
 def _engine_config(resource: HeteroInference, config: ModelConfig, settings: GroupSettings) -> EngineConfig:

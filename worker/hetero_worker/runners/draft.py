@@ -27,7 +27,7 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.backends.base import DeviceBackend
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.distributed.exchange import LocalExchange
-from hetero_worker.layers.sampler import sample_tokens
+from hetero_worker.layers.sampler import SampleTokens, sample_tokens
 from hetero_worker.runners.base import DraftNeeds, LoadRequest
 from hetero_worker.runners.model_state import ModelState, ServingCache, make_cache
 from hetero_worker.runners.shard import LoadedShard, budget_of, graph_memory, kv_cost, load_shard
@@ -43,9 +43,15 @@ class DraftModel:
     """The draft model of one rank, whole."""
 
     def __init__(
-        self, backend: DeviceBackend, directory: Path, open_weights: Callable[[Path], Checkpoint] = Checkpoint
+        self,
+        backend: DeviceBackend,
+        directory: Path,
+        open_weights: Callable[[Path], Checkpoint] = Checkpoint,
+        *,
+        sample: SampleTokens = sample_tokens,
     ) -> None:
         """Raises ModelError if the directory holds no model that can draft."""
+        self._sample = sample
         self._backend = backend
         self._directory = directory
         self._open_weights = open_weights
@@ -202,8 +208,8 @@ class DraftModel:
                 break
             logits = self._decode(cache, drawing)
             rows = [known.sampling(slot).draw(ahead=drafts[slot])._replace(num_logprobs=None) for slot in drawing]
-            sampled = sample_tokens(
-                logits, rows, head_ranges=head_ranges, exchange=self._exchange, sampler=self._sampler
+            sampled = self._sample(
+                logits, rows, head_ranges=head_ranges, exchange=self._exchange, sampler=self._sampler, started=None
             )
             own.append_tokens(np.array(drawing, dtype=np.int64), sampled.tokens)
             for slot, token in zip(drawing, sampled.tokens, strict=True):
