@@ -7,8 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from hetero_api.errors import ModelError
+from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.config import EngineConfig, SpeculationConfig
 from hetero_gateway.engine.request import Completion, GenerationRequest
@@ -16,10 +19,14 @@ from hetero_gateway.engine.scheduler import Scheduler
 from hetero_gateway.engine.speculation.speculator import Speculator
 from hetero_gateway.engine.step import CompletionUpdate
 from hetero_gateway.engine.steps_in_flight import StepsInFlight
+from hetero_worker.backends.cpu import cpu_backend
+from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.errors import ProtocolError
 from hetero_worker.runners import running_step
+from hetero_worker.runners.draft import DraftedBlocks
 from hetero_worker.runners.input_batch import InputBuffers
 from hetero_worker.runners.plan_check import PlanBounds, PlanCheck
+from hetero_worker.runners.plan_runner import PlanRunner
 from hetero_worker.runners.slots import SlotCounts, SlotTable
 from hetero_worker.sampling.request import SequenceSampling
 from tests.support.async_serving import BLOCK_SIZE, MAX_TOKENS, Asked, AsyncRank, random_requests
@@ -223,6 +230,87 @@ def test_a_model_that_drafts_for_itself_is_always_right(qwen3: Path, temperature
     assert proposed > 100
     assert accepted == proposed
     assert proposing.step_id < 0.8 * plain.step_id
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_draft_model_follows_the_cache_to_another_size_and_to_sleep(qwen3: Path, level: int) -> None:
+    group = RankGroup(qwen3, TWO, draft=qwen3)
+    builder = PlanBuilder(group)
+    assert_drafts_are_right(builder)
+    other = ranks_pb2.AllocateCache(num_blocks=40, block_size=8)
+    for command in (
+        ranks_pb2.GroupCommand(reset_cache=other),
+        ranks_pb2.GroupCommand(sleep=ranks_pb2.SleepCommand(level=level)),
+        ranks_pb2.GroupCommand(wake=ranks_pb2.WakeCommand(weights=True)),
+        ranks_pb2.GroupCommand(wake=ranks_pb2.WakeCommand(cache=other)),
+    ):
+        outcome = builder.command(command)
+        assert all(output.report is not None and output.report.done for output in outcome.outputs)
+    builder.use_blocks(other.num_blocks, other.block_size)
+    assert_drafts_are_right(builder)
+
+
+def assert_drafts_are_right(builder: PlanBuilder) -> None:
+    builder.start(0, [5, 6, 7, 8, 9])
+    builder.schedule(0)
+    builder.run()
+    builder.schedule(0)
+    plan = builder.take_plan()
+    plan.draft_slots.append(0)
+    plan.num_drafts = 2
+    outcome = builder.send(plan)
+    builder.sequences[0].tokens.append(outcome.sampled[0].token)
+    (draft,) = outcome.outputs[0].drafts
+    assert len(draft.token_ids) == 2
+    assert not outcome.outputs[1].drafts
+    for token in draft.token_ids:
+        builder.schedule(0)
+        assert builder.run().sampled[0].token == token
+    builder.release(0)
+
+
+def test_a_draft_model_is_a_part_of_rank_0_s_memory(qwen3: Path, smaller: Path) -> None:
+    without, beside = RankGroup(qwen3, TWO).reports, RankGroup(qwen3, TWO, draft=smaller).reports
+    assert beside[1] == without[1]
+    assert beside[0].weight_bytes > without[0].weight_bytes
+    assert beside[0].kv_budget_bytes < without[0].kv_budget_bytes
+    # A position of the draft model: two of its three layers' worth of the whole model's.
+    whole = sum(report.kv_bytes_per_token for report in without)
+    layers = ModelConfig.from_directory(qwen3).num_layers
+    assert beside[0].kv_bytes_per_token - without[0].kv_bytes_per_token == whole * (layers - 1) // layers
+
+
+def test_drafts_are_asked_of_a_rank_that_has_a_draft_model(qwen3: Path) -> None:
+    runner = PlanRunner(cpu_backend())
+    runner.attach(LocalExchange())
+    request = replace(RankGroup(qwen3, ONE).requests[0], has_draft=True)
+    with pytest.raises(ModelError, match="rank 0 was started without a draft model"):
+        runner.load(request)
+
+
+def test_blocks_are_known_by_their_tokens_and_by_all_before() -> None:
+    blocks, table = DraftedBlocks(9, 4), np.array([3, 5, 2, 0], dtype=np.int32)
+    first, tokens = object(), np.arange(50, 61, dtype=np.int32)
+    assert blocks.num_held(0, tokens, table, owner=first) == 0
+    blocks.write(0, tokens, table, 0)
+    assert blocks.num_held(0, tokens, table, owner=first) == 11
+    # What was drafted wrongly is not held.
+    other = tokens.copy()
+    other[9] = 1
+    assert blocks.num_held(0, other, table, owner=first) == 9
+    blocks.write(0, other, table, 9)
+    # Another sequence with the first two blocks, one with the second behind another first, and a block that was reused.
+    assert blocks.num_held(1, tokens, np.array([3, 5, 7, 0], dtype=np.int32), owner=object()) == 8
+    assert blocks.num_held(2, tokens, np.array([6, 5, 2, 0], dtype=np.int32), owner=object()) == 0
+    second = np.array([6, 5, 0, 0], dtype=np.int32)
+    blocks.write(2, tokens[:8], second, 0)
+    assert blocks.num_held(2, tokens[:8], second, owner=object()) == 8
+    assert blocks.num_held(3, tokens, table, owner=object()) == 11 - 2
+    # The second block's own tokens, behind others.
+    behind, third = np.concatenate([other[8:9] + np.arange(4, dtype=np.int32), tokens[4:8]]), np.array([7, 5, 0, 0])
+    assert blocks.num_held(4, behind, third, owner=object()) == 0
+    blocks.write(4, behind[:4], third, 0)
+    assert blocks.num_held(5, behind, third, owner=object()) == 4
 
 
 def test_right_proposals_take_a_fraction_of_the_steps(qwen3: Path) -> None:

@@ -50,7 +50,7 @@ class DraftModel:
         *,
         sample: SampleTokens = sample_tokens,
     ) -> None:
-        """Raises ModelError if the directory holds no model that can draft."""
+        """Create it without weights. Raises ModelError if the directory holds no model that can draft."""
         self._sample = sample
         self._backend = backend
         self._directory = directory
