@@ -253,7 +253,8 @@ class Epoch:
         are_warm = all(report.load_s == 0 for report in self.loaded)
         brief = are_warm or self._core.paused_requests > 0
         graph_sizes = () if brief else self._graph_sizes()
-        for plan in warm_up_plans(self._step_bounds(), brief=brief, graph_sizes=graph_sizes):
+        drafts = self._settings.draft is not None
+        for plan in warm_up_plans(self._step_bounds(), brief=brief, graph_sizes=graph_sizes, drafts=drafts):
             masks = masks_of(plan, vocab_size=self._settings.config.vocab_size)
             result = await self._executor.compute(plan, masks)
             expected = sampling_slots(plan)

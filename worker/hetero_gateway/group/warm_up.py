@@ -57,11 +57,12 @@ class StepBounds:
 
 
 def warm_up_plans(
-    bounds: StepBounds, *, brief: bool = False, graph_sizes: Collection[int] = ()
+    bounds: StepBounds, *, brief: bool = False, graph_sizes: Collection[int] = (), drafts: bool = False
 ) -> tuple[ranks_pb2.StepPlan, ...]:
     """Return the plans; none where not even the shortest sequence has room.
 
-    `graph_sizes`: numbers of sequences for which some rank makes a graph; those without room are left out.
+    `graph_sizes`: numbers of sequences for which some rank makes a graph; those without room are left out. `drafts`:
+    rank 0 has a draft model, which reads the long sequence and draws behind it.
     """
     writer = _PlanWriter(bounds.block_size)
     room = (bounds.num_blocks - 1) * bounds.block_size
@@ -74,6 +75,9 @@ def warm_up_plans(
     others = range(1, batch)
     writer.add(new={0: longest})
     writer.add(decode=[0])
+    if drafts:
+        writer.plans[-1].draft_slots.append(0)
+        writer.plans[-1].num_drafts = 1
     writer.add(decode=[0], new=dict.fromkeys(others, 1))
     writer.add(decode=range(batch))
     writer.release(range(batch))

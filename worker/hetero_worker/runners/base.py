@@ -5,8 +5,8 @@
     attach(exchange) → load(request) → allocate(...) → execute(plan 1), execute(plan 2), … → detach()
 
 `execute` begins a step and finishes it. A step may begin before the one before is finished, where its plan suits: the
-device then goes from one to the other without waiting for the host (`process/async_steps.py`). A rank with multi-step decode
-takes plans that came together in one `execute_many`.
+device then goes from one to the other without waiting for the host (`process/async_steps.py`). A rank with multi-step
+decode takes plans that came together in one `execute_many`.
 
 A new epoch starts again at `attach`; weights survive it, and `load` with an equal request costs nothing. Only
 the exchange may be touched by another thread (its `abort`), which ends a blocked `execute` with
