@@ -67,6 +67,11 @@ class DraftModel:
         self._cache: ServingCache | None = None
         self._blocks = DraftedBlocks(1, 1)
 
+    @property
+    def name(self) -> str:
+        """Architecture and size of the model, for a person."""
+        return f"{self._config.architecture} of {self._config.num_parameters / 1e6:,.0f} million parameters"
+
     # --- weights and cache ------------------------------------------------------------------------------
 
     def load(self, request: LoadRequest) -> LoadRequest:

@@ -127,6 +127,8 @@ class PlanRunner:
         steps = self.backend.steps
         report = shard.report(request, load_s=load_s, workspace=workspace, graph_sizes=steps.graph_sizes(request))
         report.kernels.extend((*steps.kernels(request, self._exchange), *_sampling_report(self._sampler)))
+        if self._draft is not None:
+            report.kernels.append(f"draft={self._draft.name}")
         state.hold(shard, request, report)
         return report
 
