@@ -23,10 +23,11 @@ from hetero_worker.backends.cpu import cpu_backend
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.errors import ProtocolError
 from hetero_worker.runners import running_step
-from hetero_worker.runners.draft import DraftedBlocks
+from hetero_worker.runners.draft import DraftedBlocks, DraftModel
 from hetero_worker.runners.input_batch import InputBuffers
 from hetero_worker.runners.plan_check import PlanBounds, PlanCheck
 from hetero_worker.runners.plan_runner import PlanRunner
+from hetero_worker.runners.shard import budget_of
 from hetero_worker.runners.slots import SlotCounts, SlotTable
 from hetero_worker.sampling.request import SequenceSampling
 from tests.support.async_serving import BLOCK_SIZE, MAX_TOKENS, Asked, AsyncRank, random_requests
@@ -270,14 +271,20 @@ def assert_drafts_are_right(builder: PlanBuilder) -> None:
 
 
 def test_a_draft_model_is_a_part_of_rank_0_s_memory(qwen3: Path, smaller: Path) -> None:
-    without, beside = RankGroup(qwen3, TWO).reports, RankGroup(qwen3, TWO, draft=smaller).reports
-    assert beside[1] == without[1]
-    assert beside[0].weight_bytes > without[0].weight_bytes
-    assert beside[0].kv_budget_bytes < without[0].kv_budget_bytes
-    # A position of the draft model: two of its three layers' worth of the whole model's.
-    whole = sum(report.kv_bytes_per_token for report in without)
+    without, beside = RankGroup(qwen3, TWO), RankGroup(qwen3, TWO, draft=smaller)
+    alone, more = without.reports[0], beside.reports[0]
+    assert beside.reports[1].weight_bytes == without.reports[1].weight_bytes
+    assert beside.reports[1].kv_bytes_per_token == without.reports[1].kv_bytes_per_token
+    # A position of the draft model: that of the whole model, in one layer less.
+    whole = sum(report.kv_bytes_per_token for report in without.reports)
     layers = ModelConfig.from_directory(qwen3).num_layers
-    assert beside[0].kv_bytes_per_token - without[0].kv_bytes_per_token == whole * (layers - 1) // layers
+    assert more.kv_bytes_per_token - alone.kv_bytes_per_token == whole * (layers - 1) // layers
+    pool, request = cpu_backend().memory_pool, beside.requests[0]
+    drafting = DraftModel(cpu_backend(), smaller).load(request)
+    assert more.weight_bytes - alone.weight_bytes == drafting.draft.weight_bytes > 0
+    left = [budget_of(each, alone.weight_bytes, 0, pool).left_bytes for each in (request, drafting)]
+    assert left[0] - left[1] == drafting.draft.weight_bytes + drafting.draft.step_bytes
+    assert drafting.draft.step_bytes > 0
 
 
 def test_drafts_are_asked_of_a_rank_that_has_a_draft_model(qwen3: Path) -> None:
