@@ -95,7 +95,11 @@ def attended(
 @each_rule
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_it_is_attention_by_the_definition(
-    tile_isa: str, op_queues: dict[int, OpQueue], shape: tuple[int, int, int, int], rule: AttentionRule, dtype: torch.dtype
+    tile_isa: str,
+    op_queues: dict[int, OpQueue],
+    shape: tuple[int, int, int, int],
+    rule: AttentionRule,
+    dtype: torch.dtype,
 ) -> None:
     case = case_of(shape, dtype=dtype)
     by_team = [attended(op_queue, case, rule) for op_queue in op_queues.values()]
@@ -124,7 +128,11 @@ def test_a_cache_of_another_type_is_read_as_it_is(
 @pytest.mark.parametrize("window", [None, 130])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sinks_take_their_part_of_the_weights(
-    tile_isa: str, op_queues: dict[int, OpQueue], shape: tuple[int, int, int, int], window: int | None, dtype: torch.dtype
+    tile_isa: str,
+    op_queues: dict[int, OpQueue],
+    shape: tuple[int, int, int, int],
+    window: int | None,
+    dtype: torch.dtype,
 ) -> None:
     case = case_of(shape, dtype=dtype)
     rule = AttentionRule(0.2, window=window, sinks=sinks_of(shape[1] * shape[2]))
@@ -159,7 +167,11 @@ def test_a_sequence_alone_has_the_bits_that_it_has_in_company(
 @each_rule
 @pytest.mark.parametrize("shape", [(16, 3, 1, 4), (40, 1, 5, 3)], ids=str)
 def test_a_prompt_in_pieces_and_token_by_token_has_the_bits_of_the_whole(
-    tile_isa: str, op_queues: dict[int, OpQueue], shape: tuple[int, int, int, int], rule: AttentionRule, dtype: torch.dtype
+    tile_isa: str,
+    op_queues: dict[int, OpQueue],
+    shape: tuple[int, int, int, int],
+    rule: AttentionRule,
+    dtype: torch.dtype,
 ) -> None:
     """Decode rows, and spans however they are cut, over borders of chunks."""
     head_dim, kv_heads, group, block_size = shape
@@ -203,7 +215,9 @@ def test_whoever_computes_a_chunk(
             assert torch.equal(attended(op_queue_of(size), case, rule), alone)
 
 
-def test_where_and_in_what_blocks_the_keys_lie_makes_no_difference(tile_isa: str, op_queues: dict[int, OpQueue]) -> None:
+def test_where_and_in_what_blocks_the_keys_lie_makes_no_difference(
+    tile_isa: str, op_queues: dict[int, OpQueue]
+) -> None:
     rule, results = RULES["a window of chunks"], []
     reference = PagedCase(decode=[345])
     kept = [rows[reference.slots(0)] for rows in (reference.cache.keys, reference.cache.values)]

@@ -1,8 +1,8 @@
 """The first plans of an epoch: they touch everything that requests will need, so that no request pays for it.
 
 A prefill as large as a step allows, a decode of one sequence, and a decode of many. They are ordinary plans on real
-slots and blocks, and the last one gives every slot back; the KV they leave behind is overwritten, never read. Host cores
-take seconds for the largest prefill, and prepare nothing for it that a shorter one does not: where all ranks are such, it
+slots and blocks, and the last one gives every slot back; the KV they leave behind is overwritten, never read. Host
+cores take seconds for the largest prefill, which prepares no more than a shorter one does: where all ranks are such, it
 has HOST_TOKENS. While requests wait for an epoch to go on in, a very short prefill has to do.
 
 Sequences follow that draw in each way: at random, with filters of two kinds, with penalties, bound to a mask. A device
@@ -64,7 +64,8 @@ def warm_up_plans(
 ) -> tuple[ranks_pb2.StepPlan, ...]:
     """Return the plans; none where not even the shortest sequence has room.
 
-    `on_host`: no rank is a GPU. `graph_sizes`: numbers of sequences for which some rank makes a graph; those without room are left out.
+    `on_host`: no rank is a GPU. `graph_sizes`: numbers of sequences for which some rank makes a graph; those without
+    room are left out.
     """
     writer = _PlanWriter(bounds.block_size)
     room = (bounds.num_blocks - 1) * bounds.block_size

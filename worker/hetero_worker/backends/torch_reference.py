@@ -39,8 +39,8 @@ READ_BYTES: Final = 128 * 1024 * 1024
 """Bytes that a bandwidth is measured with: more than a last-level cache."""
 _MATRIX_SIZE: Final = 768
 TOUCHED_BYTES: Final = 512 * 1024 * 1024
-"""Bytes of a KV cache that are touched before they are written: a second in a virtual machine whose host has yet to back
-them, so all but the first huge page of each tensor are touched while the rank goes on."""
+"""Bytes of a KV cache that are touched before they are written. That takes a second in a virtual machine whose host has
+yet to back them: all but the first huge page of each tensor are touched while the rank goes on."""
 
 
 def total_memory_bytes() -> int:
