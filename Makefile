@@ -202,13 +202,13 @@ check-images: $(STAMP) ## Fail when a built image adds a tenth more to its base 
 record-images: $(STAMP) ## Record the sizes of the images that are built, in tools/images/sizes.json and docs/images.md
 	$(BIN)/python -m tools.images sizes --record
 
-# Variables: PUSH=HOST/PATH (without it nothing leaves this machine), KEY=cosign.key and KEY_PASSPHRASE=FILE to sign,
+# Variables: PUSH=HOST/PATH (without it nothing leaves this machine), KEY=FILE (and KEY_PASSPHRASE=FILE) to sign,
 # ARCHITECTURES=x86_64 where there is no cross compiler, DIST=FOLDER, and those of `make images`.
 DIST ?= dist
 release: $(STAMP) ## Build wheels, chart, images, bills of materials and checksums into DIST; PUSH=HOST/PATH: push images and chart there
 	$(BIN)/python -m tools.release build "$(DIST)" $(if $(ARCHITECTURES),--architectures $(ARCHITECTURES))
 ifneq ($(PUSH),)
-	$(BIN)/python -m tools.release push "$(DIST)" "$(PUSH)" $(if $(KEY),--key "$(KEY)" --passphrase-file "$(KEY_PASSPHRASE)")
+	$(BIN)/python -m tools.release push "$(DIST)" "$(PUSH)" $(if $(KEY),--key "$(KEY)") $(if $(KEY_PASSPHRASE),--passphrase-file "$(KEY_PASSPHRASE)")
 endif
 
 clean: ## Remove .venv and caches

@@ -5,16 +5,13 @@ The images are small ones made by hand: what is in real ones is known by their a
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import pytest
-import yaml
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from hetero_api.contract import VERSION
 from tests.cluster.conftest import StartControlPlane
@@ -36,9 +33,40 @@ SYSTEM = "hetero-system"
 OPERATOR = f"hetero-{NAME}-operator"
 CRD = "heteroinferences.heteroinference.io"
 EXAMPLE = ROOT / "examples/smollm2-cpu.yaml"
-KEYS = ROOT / "tests/data/release"
-SIGN = (f"--key={KEYS / 'cosign.key'}", f"--passphrase-file={KEYS / 'passphrase'}")
 TIME = 1_700_000_000
+
+
+@dataclass(frozen=True)
+class Keys:
+    """A pair of keys as docs/releases.md makes them."""
+
+    folder: Path
+    options: tuple[str, ...]
+
+    @classmethod
+    def make(cls, folder: Path, *, passphrase: str) -> Self:
+        private, secret = folder / "release.key", folder / "passphrase"
+        secret.write_text(f"{passphrase}\n")
+        cipher = ["-aes-256-cbc", "-pass", f"file:{secret}"] if passphrase else []
+        make = ["genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256", *cipher, "-out", str(private)]
+        public = ["-pubout", "-out", str(folder / "release.pub")]
+        show = ["pkey", "-in", str(private), "-passin", f"file:{secret}", *public]
+        for command in (make, show):
+            subprocess.run(["openssl", *command], check=True, capture_output=True)
+        return cls(folder, (f"--key={private}", *((f"--passphrase-file={secret}",) if passphrase else ())))
+
+    @property
+    def private(self) -> Path:
+        return self.folder / "release.key"
+
+    @property
+    def public(self) -> Path:
+        return self.folder / "release.pub"
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
+    return Keys.make(tmp_path_factory.mktemp("keys"), passphrase="long enough")
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +99,10 @@ def push(folder: Path, registry: OciRegistry, *options: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def pushed(registry: OciRegistry, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pushed(registry: OciRegistry, keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a release that was pushed, signed."""
     folder = make_release(tmp_path_factory.mktemp("release") / "dist")
-    assert push(folder, registry, *SIGN) == 0
+    assert push(folder, registry, *keys.options) == 0
     return folder
 
 
@@ -127,44 +155,39 @@ def chart_digest(registry: OciRegistry) -> str:
     return found.removesuffix(".sig").replace("-", ":")
 
 
-def test_signatures_are_those_of_the_key_over_the_digest_and_the_name(registry: OciRegistry, pushed: Path) -> None:
-    public = (KEYS / "cosign.pub").read_bytes()
-    other = ec.generate_private_key(ec.SECP256R1()).public_key()
-    stranger = other.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+def test_signatures_are_those_of_the_key_over_the_digest_and_the_name(
+    registry: OciRegistry, pushed: Path, keys: Keys, tmp_path: Path
+) -> None:
+    stranger = Keys.make(tmp_path, passphrase="")
     for name, digest in {**digests_in(pushed), NAME: chart_digest(registry)}.items():
         whole = f"{PLACE}/{name}"
-        assert registry.signed_identities(whole, digest, public) == [f"{registry.address}/{whole}:{VERSION}"]
-        with pytest.raises(InvalidSignature):
-            registry.signed_identities(whole, digest, stranger)
+        assert registry.signed_identities(whole, digest, keys.public, tmp_path) == [f"{registry.address}/{whole}"]
+        assert registry.signed_identities(whole, digest, stranger.public, tmp_path) == []
 
 
-def pulled(registry: OciRegistry, name: str, folder: Path, key: Path) -> subprocess.CompletedProcess[str]:
-    """An image or chart as a program of containers/image takes it whose policy asks for signatures of a key."""
-    folder.mkdir()
-    host = registry.address
-    required = {"type": "sigstoreSigned", "keyPath": str(key), "signedIdentity": {"type": "matchRepository"}}
-    policy = {"default": [{"type": "reject"}], "transports": {"docker": {f"{host}/{PLACE}": [required]}}}
-    (folder / "policy.json").write_text(json.dumps(policy), encoding="utf-8")
-    attached = {"docker": {host: {"use-sigstore-attachments": True}}}
-    (folder / "hosts.yaml").write_text(yaml.safe_dump(attached), encoding="utf-8")
-    command = ["skopeo", f"--policy={folder / 'policy.json'}", f"--registries.d={folder}", "copy", "--preserve-digests"]
-    source = f"docker://{host}/{PLACE}/{name}:{VERSION}"
-    command += ["--src-tls-verify=false", source, f"dir:{folder / 'image'}"]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.parametrize("name", ["gateway", NAME])
-def test_a_policy_that_asks_for_signatures_lets_a_release_in_and_nothing_of_another_key(
-    name: str, registry: OciRegistry, pushed: Path, tmp_path: Path
+def test_a_second_signature_joins_the_first_and_the_same_is_not_made_twice(
+    registry: OciRegistry, keys: Keys, tmp_path: Path
 ) -> None:
-    done = pulled(registry, name, tmp_path / "right", KEYS / "cosign.pub")
-    assert done.returncode == 0, done.stderr
-    other = ec.generate_private_key(ec.SECP256R1()).public_key()
-    pem = other.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-    (tmp_path / "other.pub").write_bytes(pem)
-    refused = pulled(registry, name, tmp_path / "wrong", tmp_path / "other.pub")
-    assert refused.returncode != 0
-    assert "cryptographic signature verification failed" in refused.stderr
+    second, folder, place = Keys.make(tmp_path, passphrase=""), make_release(tmp_path / "dist", content="3"), "twice"
+    for options in (keys.options, keys.options, second.options):
+        assert main(["push", str(folder), f"{registry.address}/{place}", "--plain-http", *options], {}) == 0
+    for name, digest in digests_in(folder).items():
+        for key in (keys, second):
+            assert registry.signed_identities(f"{place}/{name}", digest, key.public, tmp_path) == [
+                f"{registry.address}/{place}/{name}"
+            ]
+
+
+def test_a_key_that_cosign_would_not_take_is_refused(
+    registry: OciRegistry, keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_release(tmp_path / "dist")
+    assert push(folder, registry, f"--key={keys.private}") == 1
+    assert "is no private key in PEM, or its passphrase is another" in capsys.readouterr().err
+    command = ["openssl", "genpkey", "-algorithm", "ED25519", "-out", str(tmp_path / "other.pem")]
+    subprocess.run(command, check=True, capture_output=True)
+    assert push(folder, registry, f"--key={tmp_path / 'other.pem'}") == 1
+    assert "is not of ECDSA over P-256" in capsys.readouterr().err
 
 
 def test_a_version_is_pushed_once(

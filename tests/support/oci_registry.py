@@ -14,9 +14,6 @@ from typing import Any, Final, Self
 import httpx
 import pytest
 import yaml
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.support.kube.polling import poll
 from tests.support.kube.ports import free_port
@@ -55,20 +52,20 @@ class OciRegistry:
     def tags(self, name: str) -> list[str]:
         return sorted(self._http.get(f"/{name}/tags/list").json()["tags"])
 
-    def signed_identities(self, name: str, digest: str, public_key: bytes) -> list[str]:
-        """What signatures of a key, kept as cosign keeps them, call an image. Raises InvalidSignature for others."""
-        key = serialization.load_pem_public_key(public_key)
-        assert isinstance(key, ec.EllipticCurvePublicKey)
+    def signed_identities(self, name: str, digest: str, public_key: Path, folder: Path) -> list[str]:
+        """What signatures in cosign's format call an image: those that OpenSSL finds to be a key's, over its digest."""
         identities = []
         for layer in self.manifest(name, f"{digest.replace(':', '-')}.sig")["layers"]:
             assert layer["mediaType"] == _SIGNED
             payload = self.blob(name, layer["digest"])
-            key.verify(base64.b64decode(layer["annotations"][_SIGNATURE]), payload, ec.ECDSA(hashes.SHA256()))
+            (folder / "payload").write_bytes(payload)
+            (folder / "signature").write_bytes(base64.b64decode(layer["annotations"][_SIGNATURE]))
+            command = ["openssl", "dgst", "-sha256", "-verify", str(public_key), "-signature", "signature", "payload"]
+            valid = subprocess.run(command, cwd=folder, capture_output=True, check=False).returncode == 0
             critical = json.loads(payload)["critical"]
             assert critical["type"] == "cosign container image signature"
-            if critical["image"]["docker-manifest-digest"] != digest:
-                raise InvalidSignature(f"it signs {critical['image']}")
-            identities.append(critical["identity"]["docker-reference"])
+            if valid and critical["image"]["docker-manifest-digest"] == digest:
+                identities.append(str(critical["identity"]["docker-reference"]))
         return identities
 
     def _is_ready(self) -> bool:

@@ -4,7 +4,9 @@ sources    the commit that a release is made of
 notes      sections of CHANGELOG.md
 wheels     the wheels, one an architecture, and the source distribution
 chart      the chart as a file, and as what an OCI registry takes
-registry   pushing and signing, by skopeo
+layout     folders that skopeo copies from and to
+signing    signatures in cosign's format
+registry   pushing, by skopeo
 
 python -m tools.release cut | build | push; docs/releases.md
 """

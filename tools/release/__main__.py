@@ -20,7 +20,8 @@ from tools.images.builders import ImageError, find_builder
 from tools.images.catalogue import ROOT, named_images, source_time
 from tools.images.settings import Settings
 from tools.release import chart, notes
-from tools.release.registry import Registry, SigningKey
+from tools.release.registry import Registry
+from tools.release.signing import Signer
 from tools.release.sources import ReleaseError, export, require_committed
 from tools.release.wheels import ARCHITECTURES, build_wheels
 
@@ -107,8 +108,8 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     for one in (built, pushed):
         one.add_argument("folder", type=Path)
     pushed.add_argument("registry", metavar="HOST/PATH")
-    pushed.add_argument("--key", type=Path, help="sign with a private key of cosign's")
-    pushed.add_argument("--passphrase-file", type=Path, help="the key's passphrase")
+    pushed.add_argument("--key", type=Path, help="sign with a private key, ECDSA over P-256 in PEM")
+    pushed.add_argument("--passphrase-file", type=Path, help="file with the key's passphrase, if it has one")
     pushed.add_argument("--plain-http", action="store_true", help="for a registry on this machine")
     chosen = parser.parse_args(arguments)
     try:
@@ -117,9 +118,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         elif chosen.command == "build":
             build(chosen.folder.resolve(), chosen.architectures, environment)
         else:
-            if (chosen.key is None) != (chosen.passphrase_file is None):
-                raise ReleaseError("--key and --passphrase-file go together")
-            key = SigningKey(chosen.key, chosen.passphrase_file) if chosen.key else None
+            key = Signer.load(chosen.key, chosen.passphrase_file) if chosen.key else None
             for name in push(chosen.folder, Registry(chosen.registry, key, chosen.plain_http)):
                 print(f"pushed {name}{', signed' if key else ''}")
     except (ReleaseError, ImageError) as error:

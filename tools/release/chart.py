@@ -7,7 +7,6 @@ chart's signature needs no other, and `helm install` needs no values.
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
 import json
 import re
@@ -19,11 +18,11 @@ from typing import Any, Final
 
 import yaml
 
+from tools.release.layout import MANIFEST, add_blob, write_index
 from tools.release.sources import ReleaseError
 
 NAME: Final = "heteroinference"
 CHART: Final = f"charts/{NAME}"
-_MANIFEST: Final = "application/vnd.oci.image.manifest.v1+json"
 _CONFIG: Final = "application/vnd.cncf.helm.config.v1+json"
 _CONTENT: Final = "application/vnd.cncf.helm.chart.content.v1.tar+gzip"
 
@@ -73,21 +72,9 @@ def write_layout(chart: Path, folder: Path, *, created: int) -> str:
     kinds = {"title": about["name"], "version": about["version"], "description": about["description"], "created": stamp}
     manifest = {
         "schemaVersion": 2,
-        "mediaType": _MANIFEST,
-        "config": {"mediaType": _CONFIG, **_add(folder, json.dumps(about, sort_keys=True).encode())},
-        "layers": [{"mediaType": _CONTENT, **_add(folder, chart.read_bytes())}],
+        "mediaType": MANIFEST,
+        "config": {"mediaType": _CONFIG, **add_blob(folder, json.dumps(about, sort_keys=True).encode())},
+        "layers": [{"mediaType": _CONTENT, **add_blob(folder, chart.read_bytes())}],
         "annotations": {f"org.opencontainers.image.{kind}": value for kind, value in kinds.items()},
     }
-    described = _add(folder, json.dumps(manifest, sort_keys=True).encode())
-    index = {"schemaVersion": 2, "manifests": [{"mediaType": _MANIFEST, **described}]}
-    (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
-    (folder / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}', encoding="utf-8")
-    return str(described["digest"])
-
-
-def _add(folder: Path, content: bytes) -> dict[str, Any]:
-    blobs = folder / "blobs/sha256"
-    blobs.mkdir(parents=True, exist_ok=True)
-    name = hashlib.sha256(content).hexdigest()
-    (blobs / name).write_bytes(content)
-    return {"digest": f"sha256:{name}", "size": len(content)}
+    return write_index(folder, manifest)

@@ -1,8 +1,4 @@
-"""Pushes to an OCI registry, and signs there in cosign's format, by skopeo: credentials are those of `skopeo login`.
-
-A signature is an image of its own beside what it signs, under the tag `sha256-DIGEST.sig`: `cosign verify --key` reads
-it, and so does every program of containers/image by a policy of type sigstoreSigned.
-"""
+"""Pushes to an OCI registry by skopeo, whose credentials (`skopeo login`) count. Never over what is there."""
 
 from __future__ import annotations
 
@@ -13,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import yaml
-
+from tools.release.signing import Signer, signature_tag
 from tools.release.sources import ReleaseError, run
 
 _SKOPEO: Final = ("skopeo", "--insecure-policy")
@@ -22,49 +17,44 @@ _SKOPEO: Final = ("skopeo", "--insecure-policy")
 
 
 @dataclass(frozen=True, slots=True)
-class SigningKey:
-    """A private key as `cosign generate-key-pair` makes it, and a file with its passphrase."""
-
-    path: Path
-    passphrase: Path
-
-
-@dataclass(frozen=True, slots=True)
 class Registry:
     """HOST/PATH of a registry; `plain_http` is for one on this machine."""
 
     where: str
-    key: SigningKey | None = None
+    signer: Signer | None = None
     plain_http: bool = False
 
     def push(self, source: str, name: str, tag: str, *, digest: str) -> str:
         """Push what skopeo calls `source`, and sign it if there is a key; its name with its digest.
 
-        A tag that is there is left alone if it is the same, and signed. Raises ReleaseError where it is another, or the
-        registry names what it got by another digest.
+        A tag that is there is left alone if it is the same. Raises ReleaseError where it is another, or the registry
+        names what it got by another digest.
         """
         reference = f"{self.where}/{name}:{tag}"
         there = self._digest_of(reference)
         if there and there != digest:
             raise ReleaseError(f"{reference} is there, and is {there}, not {digest}: a version is pushed once")
-        with tempfile.TemporaryDirectory(prefix="hetero-push-") as folder:
-            report = Path(folder) / "digest"
-            verify = f"--dest-tls-verify={str(not self.plain_http).lower()}"
-            options = [verify, "--quiet", "--preserve-digests", f"--digestfile={report}", *self._sign(Path(folder))]
-            where = [f"--registries.d={folder}"]
-            run([*_SKOPEO, *where, "copy", *options, source, f"docker://{reference}"])
-            pushed = report.read_text(encoding="utf-8").strip()
-        if pushed != digest:
-            raise ReleaseError(f"{reference} became {pushed}, and not {digest}")
+        if not there:
+            self._copy(source, f"docker://{reference}")
+            if (pushed := self._digest_of(reference)) != digest:
+                raise ReleaseError(f"{reference} became {pushed or 'nothing'}, and not {digest}")
+        if self.signer is not None:
+            self._sign(self.signer, f"{self.where}/{name}", digest)
         return f"{self.where}/{name}@{digest}"
 
-    def _sign(self, folder: Path) -> list[str]:
-        if self.key is None:
-            return []
-        host = self.where.partition("/")[0]
-        attached = {"docker": {host: {"use-sigstore-attachments": True}}}
-        (folder / "release.yaml").write_text(yaml.safe_dump(attached), encoding="utf-8")
-        return [f"--sign-by-sigstore-private-key={self.key.path}", f"--sign-passphrase-file={self.key.passphrase}"]
+    def _sign(self, signer: Signer, repository: str, digest: str) -> None:
+        """Add a signature to those that there are."""
+        where = f"{repository}:{signature_tag(digest)}"
+        with tempfile.TemporaryDirectory(prefix="hetero-signatures-") as layout:
+            if self._digest_of(where):
+                self._copy(f"docker://{where}", f"oci:{layout}")
+            if signer.sign(repository, digest, Path(layout)):
+                self._copy(f"oci:{layout}", f"docker://{where}")
+
+    def _copy(self, source: str, target: str) -> None:
+        verify = str(not self.plain_http).lower()
+        tls = [f"--src-tls-verify={verify}", f"--dest-tls-verify={verify}"]
+        run([*_SKOPEO, "copy", *tls, "--quiet", "--preserve-digests", source, target])
 
     def _digest_of(self, reference: str) -> str:
         """Return the digest of what has a tag; empty where it cannot be told, which pushing then tells better."""
@@ -74,6 +64,4 @@ class Registry:
             found = subprocess.run(command, capture_output=True, check=False)
         except FileNotFoundError as error:
             raise ReleaseError("there is no skopeo, which pushes: install it") from error
-        if found.returncode:
-            return ""
-        return f"sha256:{hashlib.sha256(found.stdout).hexdigest()}"
+        return f"sha256:{hashlib.sha256(found.stdout).hexdigest()}" if found.returncode == 0 else ""
