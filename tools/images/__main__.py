@@ -83,7 +83,9 @@ def write_sums(folder: Path) -> None:
 
 
 def check_sums(folder: Path) -> None:
-    """Raises ImageError where a file is not what SHA256SUMS says."""
+    """Raises ImageError where a file is not what SHA256SUMS says, or there is no such list."""
+    if not (folder / SUMS).exists():
+        raise ImageError(f"there is no {folder / SUMS}: nothing was built there")
     for line in (folder / SUMS).read_text(encoding="utf-8").splitlines():
         digest, _, name = line.partition("  ")
         if _sha256(folder / name) != digest:

@@ -69,7 +69,9 @@ def push(folder: Path, registry: Registry) -> list[str]:
     Raises ReleaseError and ImageError.
     """
     check_sums(folder)
-    (packed,) = folder.glob("*.tgz")
+    packed = next(folder.glob("*.tgz"), None)
+    if packed is None:
+        raise ReleaseError(f"{folder} holds no chart: say make release DIST={folder}")
     version = packed.stem.removeprefix(f"{chart.NAME}-")
     notes.require_cut((folder / f"CHANGELOG-{version}.md").read_text(encoding="utf-8"), version)
     found = {named: folder / f"{name}.tar" for name, named in named_images().items()}

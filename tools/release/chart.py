@@ -56,7 +56,7 @@ def values_for(text: str, registry: str, digests: Mapping[str, str]) -> str:
     for key, digest in digests.items():
         wanted["images"][key] = {**before["images"][key], "digest": digest}
         place = re.compile(rf"^(  {key}:\n(?:    .*\n)*?    digest: ).*$", re.M)
-        changed = place.sub(lambda found, digest=digest: f'{found[1]}"{digest}"', changed, count=1)
+        changed = place.sub(rf'\g<1>"{digest}"', changed, count=1)
     if yaml.safe_load(changed) != wanted:
         raise ReleaseError("values.yaml: images.registry and images.*.digest are not where a release looks for them")
     return changed

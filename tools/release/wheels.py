@@ -34,7 +34,7 @@ def build_wheels(tree: Path, folder: Path, architectures: Sequence[str], *, crea
         compiler_of(architecture)
     with tempfile.TemporaryDirectory(prefix="hetero-release-") as name:
         work = Path(name)
-        hatchling = [_backend(work / "backend", tree / _LOCK), "-m", "hatchling", "build"]
+        hatchling: list[str | Path] = [_backend(work / "backend", tree / _LOCK), "-m", "hatchling", "build"]
         run([*hatchling, "--target", "sdist", "--directory", folder], folder=tree, environment=_environment(created))
         files = list(folder.glob("*.tar.gz"))
         for architecture in architectures:

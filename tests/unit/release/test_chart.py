@@ -24,7 +24,7 @@ DIGESTS = {"operator": f"sha256:{'a' * 64}", "cpuWorker": f"sha256:{'b' * 64}"}
 
 def test_the_same_files_are_the_same_bytes_and_all_of_them(tmp_path: Path) -> None:
     copy = shutil.copytree(CHART, tmp_path / "copy", copy_function=shutil.copyfile)
-    packed = []
+    packed: list[Path] = []
     for source in (CHART, copy):
         folder = tmp_path / f"out-{len(packed)}"
         folder.mkdir()
