@@ -17,9 +17,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.chaos.host_faults import enter_namespaces, is_inside
-from tests.chaos.play import Pair, all_pairs, play
+
+if TYPE_CHECKING:
+    from tests.chaos.play import Pair
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -29,18 +32,22 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="pairs whose name contains it")
     parser.add_argument("--quick", action="store_true", help="the quick ones, each at its first moments")
     options = parser.parse_args(arguments)
+    status = None if options.list else enter_namespaces(arguments)
+    if status is not None:
+        return status
     pairs = chosen(options.only, is_quick=options.quick)
+    if not pairs:
+        parser.error("no pair has such a name; see --list")
     if options.list:
         print("\n".join([*(pair.name for pair in pairs), f"{len(pairs)} pairs"]))
         return 0
-    if not pairs:
-        parser.error("no pair has such a name; see --list")
-    status = enter_namespaces(arguments)
-    return status if status is not None else run(pairs)
+    return run(pairs)
 
 
 def chosen(only: Sequence[str], *, is_quick: bool) -> list[Pair]:
     """Return the pairs that are asked for."""
+    from tests.chaos.play import all_pairs  # with it comes torch, which only the process inside needs
+
     pairs = [pair for pair in all_pairs() if not only or any(text in pair.name for text in only)]
     return [pair for pair in pairs if not is_quick or (pair.fault.is_quick and pair.moment.name in QUICK_MOMENTS)]
 
@@ -50,6 +57,8 @@ QUICK_MOMENTS = ("decode", "asleep")
 
 def run(pairs: Sequence[Pair]) -> int:
     """Play pairs, print their rows, and return the exit status."""
+    from tests.chaos.play import play
+
     began_s, rows = time.monotonic(), []
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         for row in play(pairs, folder=Path(folder), can_use_namespaces=is_inside()):

@@ -67,15 +67,15 @@ def _question(name: str, prompt: str, max_tokens: int, **sampling: Any) -> Quest
 
 
 QUESTIONS: Final = (
-    _question("greedy", WORDS, 48),
-    _question("long", WORDS * 3, 160),
-    _question("seeded", "Once upon a time", 40, temperature=0.8, seed=7),
-    _question("two", "List three reasons", 32, temperature=0.9, seed=8, n=2),
-    _question("stops", "def fibonacci(n):", 60, stop=("zq",), repetition_penalty=1.1),
-    _question("prompt", WORDS * 12, 12),
+    _question("greedy", WORDS, 20),
+    _question("long", WORDS * 3, 64),
+    _question("seeded", "Once upon a time", 16, temperature=0.8, seed=7),
+    _question("two", "List three reasons", 12, temperature=0.9, seed=8, n=2),
+    _question("stops", "def fibonacci(n):", 24, stop=("zq",), repetition_penalty=1.1),
+    _question("prompt", WORDS * 12, 6),
 )
-LONG_PROMPT: Final = _question("long-prompt", WORDS * 40, 4)
-"""Some 2,900 tokens: dozens of steps of prefill."""
+LONG_PROMPT: Final = _question("long-prompt", WORDS * 24, 4)
+"""Some 1,700 tokens: dozens of steps of prefill."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from typing import Final
 
 import psutil
 
+from hetero_client.home import HeteroHome
 from tests.chaos.host_faults import SHARED_MEMORY, dropped, full
 from tests.chaos.moments import MOMENTS
 from tests.chaos.scene import GATEWAY, KEYS, LAUNCHER, MIXED, PLAIN, Scene, Setting, wait_until
@@ -115,7 +116,7 @@ def _cache_writes_fail(scene: Scene, roles: Iterable[str] = ()) -> None:
 
 
 def _cache(scene: Scene) -> Path:
-    return (scene.home / "packed").resolve()
+    return HeteroHome(scene.home).packed.resolve()
 
 
 # --- weights --------------------------------------------------------------------------------------------------

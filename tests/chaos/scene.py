@@ -159,7 +159,7 @@ class Scene:
         for pid in self._seen:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if is_inside():
+        if self.home.is_mount():
             unmount(self.home)
 
     def start(self) -> None:
@@ -194,7 +194,8 @@ class Scene:
 
     def roll_out(self) -> None:
         """End the group and start it with a changed manifest at the same doors, as clients go on asking."""
-        self.stop()
+        problems = self.stop()
+        assert not problems, problems
         spec = yaml.safe_load(self._manifest.path.read_text(encoding="utf-8"))
         is_changed = spec["spec"]["model"]["maxModelLen"] == ROLLED_OUT_LEN
         self._manifest = self._write_manifest(MAX_MODEL_LEN if is_changed else ROLLED_OUT_LEN)
@@ -280,19 +281,17 @@ class Scene:
         pid = self.pid(role)
         self._seen |= self.group.descendants()
         self.wounds.append(Wound(self.name(role), pid, time.monotonic(), frozen=number == signal.SIGSTOP))
-        os.kill(pid, number)
+        with suppress(ProcessLookupError):  # killed for the moment, and not replaced yet
+            os.kill(pid, number)
 
     def pause(self, roles: Iterable[str], seconds: float) -> None:
         """Freeze processes for a time that is tolerated."""
         pids = [self.pid(role) for role in roles]
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        try:
-            time.sleep(seconds)
-        finally:
+        for number in (signal.SIGSTOP, signal.SIGCONT):
             for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
+                with suppress(ProcessLookupError):  # killed for the moment, and not replaced yet
+                    os.kill(pid, number)
+            time.sleep(seconds if number == signal.SIGSTOP else 0.0)
 
     # --- what must be -------------------------------------------------------------------------------------
 
@@ -359,7 +358,7 @@ class Scene:
         open_ = [
             connection
             for connection in psutil.Process(self.pid(GATEWAY)).net_connections("tcp")
-            if connection.laddr.port in doors and connection.status == psutil.CONN_ESTABLISHED
+            if connection.laddr.port in doors and connection.status in (psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT)
         ]
         checks = {
             f"{stats.running_requests} requests run, {stats.waiting_requests} wait": (
