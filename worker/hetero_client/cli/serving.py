@@ -319,7 +319,7 @@ def prepare(
     from hetero_client.launcher.local_group import LocalGroupConfig
     from hetero_client.launcher.local_plan import plan_here
     from hetero_client.launcher.run_directory import MeasurementStore
-    from hetero_client.model_store.resolve import resolve_model, resolve_named_model
+    from hetero_client.model_store.resolve import resolve_draft, resolve_model, resolve_named_model
     from hetero_client.model_store.store import ModelStore
 
     resource = load_manifest(file)
@@ -334,6 +334,9 @@ def prepare(
     else:
         resolved = resolve_model(resource.spec.model, models, report=print_note)
     print_note(f"model {resolved.uri}: {resolved.origin}\n  in {resolved.directory}")
+    draft = resolve_draft(resource.spec.engine.speculative, models, report=print_note)
+    if draft is not None:
+        print_note(f"draft model {draft.uri}: {draft.origin}\n  in {draft.directory}")
     service = resource.spec.gateway.service
     config = LocalGroupConfig(
         resource=resource,
@@ -346,6 +349,7 @@ def prepare(
         dp_local_rank=dp_local_rank,
         router_port=router_port,
         door=door,
+        draft_dir=None if draft is None else draft.directory,
     )
     store = MeasurementStore.for_group(home, config.name, resource, model_dir=config.model_dir, plan=plan)
     if remeasure:
