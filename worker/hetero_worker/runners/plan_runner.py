@@ -23,7 +23,7 @@ from hetero_worker.errors import ProtocolError
 from hetero_worker.layers.sampler import SampleTokens, sample_tokens
 from hetero_worker.memory.memory_pool import MemoryPool
 from hetero_worker.models.decoder import Decoder
-from hetero_worker.runners.base import LoadRequest, MaskSource, StepInFlight, StepOutput, no_masks
+from hetero_worker.runners.base import LoadRequest, MaskSource, StepInFlight, StepOutput, WorkProgress, no_masks
 from hetero_worker.runners.commands import GroupCommands
 from hetero_worker.runners.model_state import ModelState, ServingCache, make_cache
 from hetero_worker.runners.profile_run import measure_workspace
@@ -49,7 +49,9 @@ class PlanRunner:
         *,
         sample: SampleTokens = sample_tokens,
         measure: MeasureWorkspace = measure_workspace,
+        progress: WorkProgress | None = None,
     ) -> None:
+        self._progress = progress
         self._sample = sample
         self._sampler: ShardSampler = HOST_SAMPLER
         self._measure = measure
@@ -109,7 +111,7 @@ class PlanRunner:
         shard, load_s = state.take_shard(), 0.0
         if shard is None or not shard.serves(request):
             shard = None  # the old weights go before the new ones come
-            shard = load_shard(request, self.backend)
+            shard = load_shard(request, self.backend, progress=self._progress)
             load_s = shard.load_s
             self._sampler = self.backend.sampler()
             self._workspaces.clear()
