@@ -117,7 +117,7 @@ docs: $(STAMP) ## Generate the pages and pictures of docs that are made from the
 	$(BIN)/python -m tools.generate docs picture models planning metrics reference concepts
 
 site: $(STAMP) ## Build the documentation as a site in build/site; a broken link or anchor fails
-	$(BIN)/python -m tools.site
+	$(BIN)/python -m tools.site.build
 
 chart: $(STAMP) ## Generate the Helm chart's schema and README from the comments in its values.yaml, and its dashboards
 	$(BIN)/python -m tools.generate chart dashboards

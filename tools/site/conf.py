@@ -1,4 +1,4 @@
-"""Sphinx's configuration of the site; `python -m tools.site` lays out the pages and calls it."""
+"""Sphinx's configuration of the site; `python -m tools.site.build` lays out the pages and calls it."""
 
 project = "HeteroInference"
 extensions = ["myst_parser"]

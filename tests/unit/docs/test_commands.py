@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import tomllib
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hetero_client.cli.main import app
-from tests.support.documents import PAGES, ROOT, Call, name_of, shown_calls
+from tests.support.documents import PAGES, ROOT, Call, blocks, name_of, shown_calls
 
 pytestmark = pytest.mark.unit
 
@@ -85,3 +86,24 @@ def test_commands_that_need_nothing_do_what_pages_say(
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code in ((0, 1) if "doctor" in arguments else (0,)), result.output
     assert result.stdout.strip()
+
+
+def test_the_page_of_the_large_model_says_what_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs/large-model.md"
+    (manifest,) = blocks(page, "yaml")
+    Path("glm-air.yaml").write_text(manifest, encoding="utf-8")
+    assert CliRunner().invoke(app, ["validate", "glm-air.yaml"]).stdout == "glm-air.yaml: valid\n"
+    assumed = ["--assume", "xeon6454s-rtx4090", "--model", "glm-4.5-air"]
+    assert CliRunner().invoke(app, ["plan", "glm-air.yaml", *assumed]).exit_code == 0
+    planned = CliRunner().invoke(app, ["plan", *assumed])
+    table = planned.stdout.partition("Weight streaming")[0].splitlines()
+    told = re.search(
+        r"predicts (\d+) tokens/s .*? together, (\d+) with CPU ranks alone, (\d+) with whole",
+        " ".join(page.read_text(encoding="utf-8").split()),
+    )
+    assert told is not None
+    for words, number in zip((" * ", "CPU ranks only", "Layer split"), map(int, told.groups()), strict=True):
+        (line,) = [line for line in table if words in line]
+        rate = float(re.findall(r"\s(\d+\.\d)\s", line)[0])
+        assert abs(rate - number) <= 1, line

@@ -1,4 +1,4 @@
-"""Builds the documentation as a site: `python -m tools.site`, or `make site`; the pages are in build/site.
+"""Builds the documentation as a site: `python -m tools.site.build`, or `make site`; the pages are in build/site.
 
 The pages are the repository's own Markdown. They are laid out under build/site-source in their places, with the files
 that they link to, and Sphinx makes HTML of them; each of its warnings fails the build. Then every link of the built
