@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from concurrent import futures
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
-from typing import Final
+from typing import Any, Final
 
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
@@ -61,7 +61,8 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 def collecting() -> Iterator[tuple[Collector, str]]:
     """A collector that listens, and its address."""
     collector, server = Collector(), grpc.server(futures.ThreadPoolExecutor(2))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    add: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server  # it has no types
+    add(collector, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
