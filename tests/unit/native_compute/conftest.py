@@ -22,7 +22,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(params=[_BEST, *(pytest.param(isa, marks=pytest.mark.extended) for isa in (*_OTHERS, EMULATED))])
-def linear_isa(request: pytest.FixtureRequest) -> Iterator[str]:
+def tile_isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction set for products of matrices, with the emulated one."""
     with computing_with(request.param):
         yield request.param

@@ -95,7 +95,11 @@ def attended(
 @each_rule
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_it_is_attention_by_the_definition(
-    isa: str, op_queues: dict[int, OpQueue], shape: tuple[int, int, int, int], rule: AttentionRule, dtype: torch.dtype
+    tile_isa: str,
+    op_queues: dict[int, OpQueue],
+    shape: tuple[int, int, int, int],
+    rule: AttentionRule,
+    dtype: torch.dtype,
 ) -> None:
     case = case_of(shape, dtype=dtype)
     by_team = [attended(op_queue, case, rule) for op_queue in op_queues.values()]
@@ -107,7 +111,7 @@ def test_it_is_attention_by_the_definition(
 @pytest.mark.parametrize(("dtype", "cache_dtype"), CACHED, ids=str)
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[4], SHAPES[6]], ids=str)
 def test_a_cache_of_another_type_is_read_as_it_is(
-    isa: str,
+    tile_isa: str,
     op_queues: dict[int, OpQueue],
     shape: tuple[int, int, int, int],
     dtype: torch.dtype,
@@ -124,7 +128,11 @@ def test_a_cache_of_another_type_is_read_as_it_is(
 @pytest.mark.parametrize("window", [None, 130])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sinks_take_their_part_of_the_weights(
-    isa: str, op_queues: dict[int, OpQueue], shape: tuple[int, int, int, int], window: int | None, dtype: torch.dtype
+    tile_isa: str,
+    op_queues: dict[int, OpQueue],
+    shape: tuple[int, int, int, int],
+    window: int | None,
+    dtype: torch.dtype,
 ) -> None:
     case = case_of(shape, dtype=dtype)
     rule = AttentionRule(0.2, window=window, sinks=sinks_of(shape[1] * shape[2]))
@@ -145,7 +153,7 @@ def test_keys_and_values_are_written_first(op_queues: dict[int, OpQueue], rule: 
 @each_type
 @each_rule
 def test_a_sequence_alone_has_the_bits_that_it_has_in_company(
-    isa: str, op_queues: dict[int, OpQueue], rule: AttentionRule, dtype: torch.dtype
+    tile_isa: str, op_queues: dict[int, OpQueue], rule: AttentionRule, dtype: torch.dtype
 ) -> None:
     case = case_of((16, 2, 3, 4), dtype=dtype)
     whole = attended(op_queues[2], case, rule)
@@ -159,7 +167,11 @@ def test_a_sequence_alone_has_the_bits_that_it_has_in_company(
 @each_rule
 @pytest.mark.parametrize("shape", [(16, 3, 1, 4), (40, 1, 5, 3)], ids=str)
 def test_a_prompt_in_pieces_and_token_by_token_has_the_bits_of_the_whole(
-    isa: str, op_queues: dict[int, OpQueue], shape: tuple[int, int, int, int], rule: AttentionRule, dtype: torch.dtype
+    tile_isa: str,
+    op_queues: dict[int, OpQueue],
+    shape: tuple[int, int, int, int],
+    rule: AttentionRule,
+    dtype: torch.dtype,
 ) -> None:
     """Decode rows, and spans however they are cut, over borders of chunks."""
     head_dim, kv_heads, group, block_size = shape
@@ -203,7 +215,9 @@ def test_whoever_computes_a_chunk(
             assert torch.equal(attended(op_queue_of(size), case, rule), alone)
 
 
-def test_where_and_in_what_blocks_the_keys_lie_makes_no_difference(isa: str, op_queues: dict[int, OpQueue]) -> None:
+def test_where_and_in_what_blocks_the_keys_lie_makes_no_difference(
+    tile_isa: str, op_queues: dict[int, OpQueue]
+) -> None:
     rule, results = RULES["a window of chunks"], []
     reference = PagedCase(decode=[345])
     kept = [rows[reference.slots(0)] for rows in (reference.cache.keys, reference.cache.values)]
@@ -216,7 +230,7 @@ def test_where_and_in_what_blocks_the_keys_lie_makes_no_difference(isa: str, op_
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_blocks_that_left_the_window_are_not_looked_at(isa: str, op_queues: dict[int, OpQueue]) -> None:
+def test_blocks_that_left_the_window_are_not_looked_at(tile_isa: str, op_queues: dict[int, OpQueue]) -> None:
     case, rule = PagedCase(decode=[300], spans=[(290, 5)]), AttentionRule(0.2, window=20)
     expected = case.expected(rule)
     for sequence in range(2):
@@ -226,7 +240,7 @@ def test_blocks_that_left_the_window_are_not_looked_at(isa: str, op_queues: dict
     torch.testing.assert_close(attended(op_queues[2], case, rule, batch).double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_scores_far_apart(isa: str, op_queues: dict[int, OpQueue]) -> None:
+def test_scores_far_apart(tile_isa: str, op_queues: dict[int, OpQueue]) -> None:
     """The largest is of the last token, or of the first: neither overflows, and what is far below it weighs nothing."""
     for sign in (-1.0, 1.0):
         case, rule = PagedCase(decode=[280], kv_heads=1, group=1, head_dim=16), AttentionRule(1.0)
@@ -237,13 +251,13 @@ def test_scores_far_apart(isa: str, op_queues: dict[int, OpQueue]) -> None:
         )
 
 
-def test_what_is_no_number_does_not_vanish(isa: str, op_queues: dict[int, OpQueue]) -> None:
+def test_what_is_no_number_does_not_vanish(tile_isa: str, op_queues: dict[int, OpQueue]) -> None:
     case = PagedCase(decode=[200])
     case.cache.keys[case.slots(0)[150]] = float("nan")
     assert attended(op_queues[2], case, RULES["all"]).isnan().all()
 
 
-def test_a_recorded_step_follows_lengths_and_tables(isa: str, op_queues: dict[int, OpQueue]) -> None:
+def test_a_recorded_step_follows_lengths_and_tables(tile_isa: str, op_queues: dict[int, OpQueue]) -> None:
     op_queue, rule = op_queues[2], RULES["all"]
     first, second = (PagedCase(decode=decode, seed=7) for decode in ([9, 4, 2], [480, 300, 1]))
     query, cache = first.query.clone(), second.cache

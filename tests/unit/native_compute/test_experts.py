@@ -104,7 +104,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("stored", EVERY, ids=str)
-@pytest.mark.usefixtures("linear_isa")
+@pytest.mark.usefixtures("tile_isa")
 def test_they_compute_what_each_does_by_itself(stored: Stored) -> None:
     for number, rows in enumerate((1, 2, 9, 70)):
         layer = Layer(team=TEAMS[number % 3], gate_up=[stored], down=stored, shared=SHARED if number % 2 else 0)
@@ -114,7 +114,7 @@ def test_they_compute_what_each_does_by_itself(stored: Stored) -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.usefixtures("linear_isa")
+@pytest.mark.usefixtures("tile_isa")
 def test_activations_biases_and_narrow_rows(activation: Activation, dtype: torch.dtype) -> None:
     """The widest weights have several blocks of inputs, whose sums are kept."""
     for width, hidden in ((WIDTH, HIDDEN), (300, 270), (33, 35)):
@@ -124,7 +124,7 @@ def test_activations_biases_and_narrow_rows(activation: Activation, dtype: torch
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, WeightFormat(8, 32), WeightFormat(4, 32)], ids=str)
-@pytest.mark.usefixtures("linear_isa")
+@pytest.mark.usefixtures("tile_isa")
 def test_a_rows_bits_are_its_own(stored: Stored) -> None:
     """Whatever the number of rows, its place among them and the number of threads."""
     x, (chosen, shares) = randn(70, HIDDEN), routed(70)
@@ -168,7 +168,7 @@ def test_more_rows_than_are_computed_at_a_time() -> None:
 
 @pytest.mark.parametrize("late", [1, PER_TOKEN - 1])
 @pytest.mark.parametrize("shared", [0, SHARED])
-@pytest.mark.usefixtures("linear_isa")
+@pytest.mark.usefixtures("tile_isa")
 def test_a_sum_may_come_in_two(late: int, shared: int) -> None:
     """The bits of a row are those of the row alone, and each choice is counted once."""
     layer, x = Layer(shared=shared), randn(30, HIDDEN)

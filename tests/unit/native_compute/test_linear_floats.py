@@ -20,7 +20,7 @@ ROWS = (1, 2, 3, 5, 14, 16, 17, 29, 64, 230)
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
-@pytest.mark.usefixtures("linear_isa")
+@pytest.mark.usefixtures("tile_isa")
 def test_products_are_right(
     op_queues: dict[int, OpQueue], dtype: torch.dtype, out_features: int, in_features: int
 ) -> None:
@@ -38,7 +38,7 @@ def test_products_are_right(
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(("out_features", "in_features"), [(50, 600), (200, 33)])
-@pytest.mark.usefixtures("linear_isa")
+@pytest.mark.usefixtures("tile_isa")
 def test_a_rows_bits_are_its_own(
     op_queues: dict[int, OpQueue], dtype: torch.dtype, out_features: int, in_features: int
 ) -> None:
@@ -62,7 +62,7 @@ def test_without_inputs_or_rows_there_is_the_bias_or_nothing(rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 33])
-@pytest.mark.usefixtures("linear_isa")
+@pytest.mark.usefixtures("tile_isa")
 def test_nothing_is_written_beside_the_result(rows: int) -> None:
     op_queue, (out_features, in_features) = op_queue_of(), (37, 50)
     packed = NativeLinear(op_queue).pack(randn(out_features, in_features))
@@ -87,7 +87,7 @@ def test_what_is_no_number_stays_none() -> None:
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
-@pytest.mark.usefixtures("linear_isa")
+@pytest.mark.usefixtures("tile_isa")
 def test_bfloat16_is_widened_and_results_are_rounded_once(
     op_queues: dict[int, OpQueue], stored: torch.dtype, out_features: int, in_features: int
 ) -> None:

@@ -22,7 +22,7 @@ each_format = pytest.mark.parametrize("weights", FORMATS, ids=str)
 
 @each_format
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
-@pytest.mark.usefixtures("linear_isa")
+@pytest.mark.usefixtures("tile_isa")
 def test_products_are_exact_but_for_the_rounding_of_sums(
     op_queues: dict[int, OpQueue], weights: WeightFormat, out_features: int, in_features: int
 ) -> None:
@@ -37,7 +37,7 @@ def test_products_are_exact_but_for_the_rounding_of_sums(
 
 
 @each_format
-@pytest.mark.usefixtures("linear_isa")
+@pytest.mark.usefixtures("tile_isa")
 def test_a_rows_bits_are_its_own(op_queues: dict[int, OpQueue], weights: WeightFormat) -> None:
     """Whatever the number of rows, its place among them and the number of threads."""
     matrix, bias, x = random_matrix(weights, 100, 200), randn(100, seed=1), randn(130, 200)
@@ -51,7 +51,7 @@ def test_a_rows_bits_are_its_own(op_queues: dict[int, OpQueue], weights: WeightF
 
 
 @each_format
-@pytest.mark.usefixtures("linear_isa")
+@pytest.mark.usefixtures("tile_isa")
 def test_bfloat16_is_widened_and_results_are_rounded_once(op_queues: dict[int, OpQueue], weights: WeightFormat) -> None:
     """To the last bit what float32 inputs give."""
     matrix, bias = random_matrix(weights, 100, 200), randn(100, seed=1).bfloat16()
@@ -66,7 +66,7 @@ def test_bfloat16_is_widened_and_results_are_rounded_once(op_queues: dict[int, O
 
 @pytest.mark.parametrize("weight", [-128, -127, 127])
 @pytest.mark.parametrize("x", [-1.0, 1.0])
-@pytest.mark.usefixtures("linear_isa")
+@pytest.mark.usefixtures("tile_isa")
 def test_no_sum_is_too_large(weight: int, x: float) -> None:
     """All products of a row have the largest size: partial sums of 16 bits would overflow."""
     inputs = 8192
@@ -77,7 +77,7 @@ def test_no_sum_is_too_large(weight: int, x: float) -> None:
 
 
 @pytest.mark.parametrize("weights", [WeightFormat(8), WeightFormat(4, 32, has_minimum=True)], ids=str)
-@pytest.mark.usefixtures("linear_isa")
+@pytest.mark.usefixtures("tile_isa")
 def test_what_is_no_number_stays_none(weights: WeightFormat) -> None:
     matrix, x = random_matrix(weights, 20, 100), randn(4, 100)
     x[1, 7], x[2, 99], x[3] = torch.nan, -torch.inf, 0.0

@@ -253,7 +253,8 @@ class Epoch:
         are_warm = all(report.load_s == 0 for report in self.loaded)
         brief = are_warm or self._core.paused_requests > 0
         graph_sizes = () if brief else self._graph_sizes()
-        for plan in warm_up_plans(self._step_bounds(), brief=brief, graph_sizes=graph_sizes):
+        on_host = not any(map(_is_gpu, self.members))
+        for plan in warm_up_plans(self._step_bounds(), on_host=on_host, brief=brief, graph_sizes=graph_sizes):
             masks = masks_of(plan, vocab_size=self._settings.config.vocab_size)
             result = await self._executor.compute(plan, masks)
             expected = sampling_slots(plan)
@@ -278,7 +279,7 @@ class Epoch:
     def _graph_sizes(self) -> set[int]:
         """Return the graph sizes to warm up: all that ranks make, but no large ones where host ranks take part."""
         sizes = {size for loaded in self.loaded for size in loaded.graph_sizes}
-        if all(member.hello.device.kind == ranks_pb2.DEVICE_KIND_CUDA for member in self.members):
+        if all(map(_is_gpu, self.members)):
             return sizes
         return {size for size in sizes if size <= MAX_WARM_SEQS}
 
@@ -336,3 +337,7 @@ class Epoch:
                 "begin (spec.recovery.rendezvousTimeoutSeconds)"
             )
         return [self._answers[member.rank] for member in self.members]
+
+
+def _is_gpu(member: Member) -> bool:
+    return member.hello.device.kind == ranks_pb2.DEVICE_KIND_CUDA

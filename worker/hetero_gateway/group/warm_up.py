@@ -1,8 +1,9 @@
 """The first plans of an epoch: they touch everything that requests will need, so that no request pays for it.
 
 A prefill as large as a step allows, a decode of one sequence, and a decode of many. They are ordinary plans on real
-slots and blocks, and the last one gives every slot back; the KV they leave behind is overwritten, never read. While
-requests wait for an epoch to go on in, a short prefill has to do: a long one would take as long as theirs.
+slots and blocks, and the last one gives every slot back; the KV they leave behind is overwritten, never read. Host
+cores take seconds for the largest prefill, which prepares no more than a shorter one does: where all ranks are such, it
+has HOST_TOKENS. While requests wait for an epoch to go on in, a very short prefill has to do.
 
 Sequences follow that draw in each way: at random, with filters of two kinds, with penalties, bound to a mask. A device
 compiles or loads kernels for each the first time.
@@ -22,6 +23,8 @@ from hetero_api.v1 import ranks_pb2
 
 MAX_WARM_SEQS: Final = 64
 """Largest batch that is worth warming up."""
+HOST_TOKENS: Final = 256
+"""Tokens of the prefill where no rank is a GPU."""
 _DECODES: Final = 3
 """Steps after its prefill that the long sequence takes part in."""
 _TOKEN: Final = 0
@@ -57,17 +60,19 @@ class StepBounds:
 
 
 def warm_up_plans(
-    bounds: StepBounds, *, brief: bool = False, graph_sizes: Collection[int] = ()
+    bounds: StepBounds, *, on_host: bool = False, brief: bool = False, graph_sizes: Collection[int] = ()
 ) -> tuple[ranks_pb2.StepPlan, ...]:
     """Return the plans; none where not even the shortest sequence has room.
 
-    `graph_sizes`: numbers of sequences for which some rank makes a graph; those without room are left out.
+    `on_host`: no rank is a GPU. `graph_sizes`: numbers of sequences for which some rank makes a graph; those without
+    room are left out.
     """
     writer = _PlanWriter(bounds.block_size)
     room = (bounds.num_blocks - 1) * bounds.block_size
     # The last step samples a token more, which has no KV but counts for the length.
     longest = min(bounds.max_num_batched_tokens, bounds.max_model_len - _DECODES - 1, room - _DECODES)
-    longest = min(longest, _BRIEF_TOKENS) if brief else longest
+    if brief or on_host:
+        longest = min(longest, _BRIEF_TOKENS if brief else HOST_TOKENS)
     if longest < 1:
         return ()
     batch = _batch_size(bounds, blocks_of_longest=-(-(longest + _DECODES) // bounds.block_size))

@@ -26,6 +26,7 @@ from hetero_worker.distributed.staging import PlainStaging, Staging
 from hetero_worker.layers.fused_ops import FusedOps, PlainOps
 from hetero_worker.layers.invariant_ops import InvariantOps
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel, RowKernel
+from hetero_worker.memory.huge_pages import HUGE_PAGE_BYTES, populate_in_background
 from hetero_worker.memory.memory_pool import HostMemoryPool, MemoryPool
 from hetero_worker.memory.streams import HOST
 from hetero_worker.memory.weight_offload import OffloadedWeights
@@ -38,7 +39,8 @@ READ_BYTES: Final = 128 * 1024 * 1024
 """Bytes that a bandwidth is measured with: more than a last-level cache."""
 _MATRIX_SIZE: Final = 768
 TOUCHED_BYTES: Final = 512 * 1024 * 1024
-"""Bytes of a KV cache that are touched at start: half a second in a virtual machine whose host has yet to back them."""
+"""Bytes of a KV cache that are touched before they are written. That takes a second in a virtual machine whose host has
+yet to back them: all but the first huge page of each tensor are touched while the rank goes on."""
 
 
 def total_memory_bytes() -> int:
@@ -144,8 +146,11 @@ class TorchReference(TorchOperators):
     def touch_cache(self, caches: Iterable[torch.Tensor]) -> None:
         """Fault in the first blocks, which are given out first: a page fault takes longer than to compute the page."""
         tensors = list(caches)
+        each = TOUCHED_BYTES // max(1, len(tensors))
         for tensor in tensors:
-            tensor.view(-1)[: TOUCHED_BYTES // len(tensors) // tensor.itemsize].zero_()
+            tensor.view(-1)[: min(each, HUGE_PAGE_BYTES) // tensor.itemsize].zero_()
+        if each > HUGE_PAGE_BYTES:
+            populate_in_background(tensors, HUGE_PAGE_BYTES, each)
 
     def staging(self) -> Staging:
         """Return plain copies."""

@@ -7,14 +7,21 @@ need fewer translations. Short-lived tensors are better off without: a huge page
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
+import os
+import threading
+import weakref
 from collections.abc import Sequence
 from typing import Final
 
 import torch
 
 HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
+_POPULATE_WRITE: Final = 23
+"""MADV_POPULATE_WRITE (Linux 5.14): fault pages in as a write would, and leave their content."""
+_LOWEST_PRIORITY: Final = 19
 
 
 def empty_on_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -29,3 +36,30 @@ def empty_on_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tenso
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(*shape)
+
+
+def populate_in_background(tensors: Sequence[torch.Tensor], begin: int, end: int) -> threading.Thread:
+    """Fault in bytes [begin, end) of each tensor, a huge page of each in turn, on a thread of the lowest priority.
+
+    Their content stays, so that they may be written meanwhile. The thread ends when one of them is gone, and where the
+    kernel cannot do it or has no memory: pages then come as they are written.
+    """
+    left = [weakref.ref(tensor) for tensor in tensors]
+    thread = threading.Thread(target=_populate, args=(left, begin, end), name="populate", daemon=True)
+    thread.start()
+    return thread
+
+
+def _populate(tensors: Sequence[weakref.ref[torch.Tensor]], begin: int, end: int) -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for offset in range(begin, end, HUGE_PAGE_BYTES):
+        for reference in tensors:
+            tensor = reference()
+            if tensor is None:
+                return
+            past = min(offset + HUGE_PAGE_BYTES, end, tensor.nbytes)
+            first = (tensor.data_ptr() + offset) // mmap.PAGESIZE * mmap.PAGESIZE
+            if past > offset and madvise(first, tensor.data_ptr() + past - first, _POPULATE_WRITE):
+                return

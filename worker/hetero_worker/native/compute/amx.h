@@ -30,6 +30,8 @@ static inline void hc_amx_open(hc_amx *amx, const uint8_t rows[8], const uint8_t
 
 static inline void hc_amx_close(hc_amx *amx) { (void)amx; }
 
+static inline void hc_amx_wrote(void) {}
+
 static inline void hc_amx_zero_(hc_amx *amx, int to) { memset(amx->bytes[to], 0, sizeof amx->bytes[to]); }
 
 static inline void hc_amx_load_(hc_amx *amx, int to, const void *from, uint64_t stride) {
@@ -98,6 +100,9 @@ typedef struct {
     uint8_t rows[16];
 } hc_amx;
 
+/* Between what is written to memory and the tiles that are loaded of it: the compiler does not know that loading reads. */
+static inline void hc_amx_wrote(void) { __asm__ volatile("" ::: "memory"); }
+
 static inline void hc_amx_open(hc_amx *amx, const uint8_t rows[8], const uint8_t row_bytes[8]) {
     *amx = (hc_amx){.palette = 1};
     for (int i = 0; i < 8; i++) {
@@ -105,7 +110,7 @@ static inline void hc_amx_open(hc_amx *amx, const uint8_t rows[8], const uint8_t
         amx->row_bytes[i] = row_bytes[i];
     }
     _tile_loadconfig(amx);
-    __asm__ volatile("" ::: "memory"); /* the compiler does not know that loading a tile reads what was written before */
+    hc_amx_wrote();
 }
 
 static inline void hc_amx_close(hc_amx *amx) {

@@ -62,7 +62,7 @@ static int is_shared(const hc_attend_op *op, const hc_deal *deal, const hc_reach
 
 static hc_attend_rows rows_of(const hc_attend_op *op, uint64_t row, const hc_reach *reach, uint64_t kv_head,
                               float *queries, hc_state state) {
-    float *query = queries + kv_head * hc_query_floats(hc_group(&op->cache), op->cache.head_dim);
+    float *query = queries + kv_head * hc_query_floats(&op->cache, hc_group(&op->cache));
     const int32_t *table = op->tables + row * op->table_stride;
     return (hc_attend_rows){&op->cache, table, kv_head, hc_group(&op->cache), 1, reach->position, query, state};
 }
@@ -80,9 +80,9 @@ static hc_desk desk_of(const hc_attend_op *op, const hc_crew *crew, uint64_t mem
     uint64_t group = hc_group(&op->cache), head_dim = op->cache.head_dim;
     uint64_t own = hc_decode_member_floats(&op->cache);
     float *at = (float *)op->scratch + member * own;
-    hc_desk desk = {.work = hc_work_at(at, group, head_dim), .state_floats = hc_state_floats(group, head_dim)};
-    desk.queries = at + hc_work_floats(group, head_dim);
-    desk.states = desk.queries + hc_query_floats(op->cache.heads, head_dim);
+    hc_desk desk = {.work = hc_work_at(at, &op->cache, group), .state_floats = hc_state_floats(group, head_dim)};
+    desk.queries = at + hc_work_floats(&op->cache, group);
+    desk.states = desk.queries + op->cache.kv_heads * hc_query_floats(&op->cache, group);
     desk.shared = (float *)op->scratch + crew->size * own;
     return desk;
 }
@@ -121,7 +121,7 @@ static void look_ahead(const hc_attend_op *op, uint64_t row, hc_reach reach, uin
         }
     }
     uint64_t begin = first_of(&reach, chunk), end = past_of(&reach, chunk);
-    HC_NAME(attend_find)(&op->cache, op->tables + row * op->table_stride, kv_head, begin, end, work->next_rows);
+    HC_BASE_NAME(attend_find)(&op->cache, op->tables + row * op->table_stride, kv_head, begin, end, work->next_rows);
     work->next = work->next_rows + begin % HC_CHUNK;
     work->num_next = end - begin;
 }
@@ -136,7 +136,7 @@ static void attend_alone(const hc_attend_op *op, hc_desk *desk, uint64_t row, co
             look_ahead(op, row, *reach, chunk, kv_head, &desk->work);
             HC_NAME(attend_chunk)(&rows, chunk, &desk->work);
             if (chunk + 1 == reach->past_chunk)
-                HC_NAME(attend_end)(&rows, out_of(op, row));
+                HC_BASE_NAME(attend_end)(&rows, out_of(op, row));
         }
 }
 
@@ -162,10 +162,10 @@ static void join(const hc_attend_op *op, const hc_desk *desk, uint64_t row, cons
     hc_state state = shared_state(op, desk, shared_index, 0, kv_head);
     for (uint64_t i = 1; i < reach->past_chunk - reach->first_chunk; i++) {
         hc_state later = shared_state(op, desk, shared_index, i, kv_head);
-        HC_NAME(attend_join)(&state, &later, hc_group(&op->cache), op->cache.head_dim, &desk->work);
+        HC_BASE_NAME(attend_join)(&state, &later, hc_group(&op->cache), op->cache.head_dim, &desk->work);
     }
     hc_attend_rows rows = rows_of(op, row, reach, kv_head, desk->queries, state);
-    HC_NAME(attend_end)(&rows, out_of(op, row));
+    HC_BASE_NAME(attend_end)(&rows, out_of(op, row));
 }
 
 static void join_shared(const hc_attend_op *op, const hc_deal *deal, const hc_desk *desk, uint64_t member) {

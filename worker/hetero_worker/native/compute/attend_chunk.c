@@ -4,36 +4,9 @@
  * will read them. Tokens that a row does not see weigh exactly 0, which changes no bit of a sum. */
 #include "attend_blocks.h"
 
-#include "attend.h"
-
-#include <float.h>
+#include "attend_rows.h"
 
 #define ROWS_TO_COPY_FOR 16 /* so many rows' reading is faster of copied values by more than copying takes */
-
-/* What some rows see of a chunk, as tokens of it: [begin, end) by any of them. */
-typedef struct {
-    uint64_t begin, end;
-} hc_sight;
-
-static uint64_t position_of(const hc_attend_rows *rows, uint64_t row) {
-    return rows->tokens == 1 ? rows->position : rows->position + row / rows->group;
-}
-
-static uint64_t row_begin(const hc_attend_rows *rows, uint64_t row, uint64_t first_token) {
-    uint64_t seen = hc_first_seen(rows->cache, position_of(rows, row));
-    return seen > first_token ? seen - first_token : 0;
-}
-
-static uint64_t row_end(const hc_attend_rows *rows, uint64_t row, uint64_t first_token) {
-    uint64_t past = position_of(rows, row) + 1;
-    past = past > first_token ? past - first_token : 0;
-    return past < HC_CHUNK ? past : HC_CHUNK;
-}
-
-/* Empty, with begin >= end, if none of them sees any. */
-static hc_sight sight_of(const hc_attend_rows *rows, uint64_t first, uint64_t count, uint64_t first_token) {
-    return (hc_sight){row_begin(rows, first, first_token), row_end(rows, first + count - 1, first_token)};
-}
 
 void HC_NAME(attend_find)(const hc_cache *cache, const int32_t *table, uint64_t kv_head, uint64_t begin, uint64_t end,
                           const void **rows) {
@@ -45,21 +18,6 @@ void HC_NAME(attend_find)(const hc_cache *cache, const int32_t *table, uint64_t 
         for (; offset < cache->block_size && begin < end; offset++, begin++, row += stride)
             rows[begin % HC_CHUNK] = row;
     }
-}
-
-/* Where keys and values of the tokens begin. Tokens that nobody sees are not read: another's are, in their place. */
-static void find_rows(const hc_attend_rows *rows, uint64_t first_token, hc_sight sight, const hc_attend_work *work) {
-    const hc_cache *cache = rows->cache;
-    uint64_t begin = first_token + sight.begin, end = first_token + sight.end;
-    HC_NAME(attend_find)(cache, rows->table, rows->kv_head, begin, end, work->key_rows);
-    uint64_t first = sight.begin / HC_W * HC_W, past = (sight.end + HC_W - 1) / HC_W * HC_W;
-    for (uint64_t i = first; i < sight.begin; i++)
-        work->key_rows[i] = work->key_rows[sight.begin];
-    for (uint64_t i = sight.end; i < past; i++)
-        work->key_rows[i] = work->key_rows[sight.end - 1];
-    for (uint64_t i = first; i < past; i++)
-        work->value_rows[i] =
-            (const char *)cache->values + ((const char *)work->key_rows[i] - (const char *)cache->keys);
 }
 
 /* [tokens, head_dim] → [slab, head_dim, SLAB]; values will be read soon, and are asked for. */
@@ -100,8 +58,6 @@ static void score(const hc_attend_rows *rows, uint64_t first, uint64_t count, hc
     OF_BLOCK(score_block, count, vectors, query, padded, keys, head_dim, scores)
 }
 
-V_INLINE vf capped(vf score, float soft_cap) { return v_tanh(score / soft_cap) * soft_cap; }
-
 /* A row's scores become weights; tokens [begin, end) are seen, those of `sight` beside get 0. */
 static void weigh(float *scores, hc_sight sight, uint64_t begin, uint64_t end, float soft_cap, float *maximum,
                   float *sum) {
@@ -127,20 +83,6 @@ static void weigh(float *scores, hc_sight sight, uint64_t begin, uint64_t end, f
         weights += weight;
     }
     *sum = v_sum(weights);
-}
-
-/* Joins maxima and sums of a chunk to those of the rows, and says what totals are to be multiplied by. */
-static void join_sums(const hc_state *state, const float *chunk_maximum, const float *chunk_sum, uint64_t rows,
-                      const hc_attend_work *work) {
-    for (uint64_t row = 0; row < rows; row += HC_W) {
-        vf before = v_load(state->maximum + row), of_chunk = v_load(chunk_maximum + row);
-        vf maximum = v_max(before, of_chunk);
-        vf by = v_exp(before - maximum), chunk_by = v_exp(of_chunk - maximum);
-        v_store(state->maximum + row, maximum);
-        v_store(state->sum + row, v_fma(v_load(chunk_sum + row), chunk_by, v_load(state->sum + row) * by));
-        v_store(work->of_total + row, by);
-        v_store(work->of_chunk + row, chunk_by);
-    }
 }
 
 /* Joins the chunk's values, by their weights, to totals of up to ROWS rows, SLAB dimensions from d on. `type`: of the
@@ -236,11 +178,7 @@ V_INLINE void copy_queries(const hc_attend_rows *rows, const void *query, uint64
 void HC_NAME(attend_begin)(const hc_attend_rows *rows, const void *query, uint64_t stride) {
     uint64_t num_rows = rows->tokens * rows->group, padded = hc_padded(rows->cache->head_dim);
     V_TYPED(rows->cache->rows_type, copy_queries, rows, query, stride);
-    for (uint64_t row = 0; row < hc_padded(num_rows); row++) {
-        rows->state.maximum[row] = -FLT_MAX;
-        rows->state.sum[row] = 0.0f;
-    }
-    memset(rows->state.total, 0, num_rows * padded * sizeof(float));
+    reset_state(&rows->state, num_rows, padded);
 }
 
 void HC_NAME(attend_join)(const hc_state *state, const hc_state *later, uint64_t rows, uint64_t head_dim,

@@ -13,14 +13,14 @@ static void attend_block(const hc_attend_span_op *op, uint64_t kv_head, uint64_t
                          uint64_t most_rows) {
     const hc_cache *cache = &op->cache;
     uint64_t head_dim = cache->head_dim, position = op->num_computed + begin, past = op->num_computed + end;
-    hc_attend_work work = hc_work_at(scratch, most_rows, head_dim);
-    float *query = scratch + hc_work_floats(most_rows, head_dim);
-    hc_state state = hc_state_at(query + hc_query_floats(most_rows, head_dim), most_rows);
+    hc_attend_work work = hc_work_at(scratch, cache, most_rows);
+    float *query = scratch + hc_work_floats(cache, most_rows);
+    hc_state state = hc_state_at(query + hc_query_floats(cache, most_rows), most_rows);
     hc_attend_rows rows = {cache, op->table, kv_head, hc_group(cache), end - begin, position, query, state};
     HC_NAME(attend_begin)(&rows, hc_at(op->query, begin * op->query_stride, cache->rows_type), op->query_stride);
     for (uint64_t chunk = hc_first_seen(cache, position) / HC_CHUNK; chunk * HC_CHUNK < past; chunk++)
         HC_NAME(attend_chunk)(&rows, chunk, &work);
-    HC_NAME(attend_end)(&rows, hc_to(op->out, begin * cache->heads * head_dim, cache->rows_type));
+    HC_BASE_NAME(attend_end)(&rows, hc_to(op->out, begin * cache->heads * head_dim, cache->rows_type));
 }
 
 void HC_NAME(attend_span)(const hc_op *header, hc_crew *crew, uint64_t member) {

@@ -36,14 +36,6 @@ static inline uint64_t hc_rows_bytes(const hc_linear_op *op) {
     return hc_round_up(rows * hc_row_bytes(op->weight), 64);
 }
 
-/* Terms of bfloat16 that a number of x is the sum of, where tiles multiply. */
-static inline uint64_t hc_terms(uint64_t type) { return type == HC_F32 ? 3 : 1; }
-
-/* Rows as they are put together for tiles: all of one, or whole ones. */
-static inline uint64_t hc_tile_rows(uint64_t rows) {
-    return rows <= HC_TILE_ROWS ? rows : hc_round_up(rows, HC_TILE_ROWS);
-}
-
 /* Bytes of all rows as tiles read them; a tile's rows lie apart as those of a whole one. */
 static inline uint64_t hc_tile_rows_bytes(const hc_linear_op *op) {
     return hc_round_up(op->op.rows, HC_TILE_ROWS) * hc_stored_inputs(op->weight) * hc_terms(op->type) * sizeof(uint16_t);

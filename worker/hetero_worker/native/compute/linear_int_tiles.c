@@ -134,7 +134,7 @@ static void multiply_rows(const hc_linear_op *op, const hc_part *part, uint64_t 
         spread(weight, panel, buffer);
         piece.scales = hc_panel_numbers(weight, weight->scales, panel);
         piece.minima = weight->minima ? hc_panel_numbers(weight, weight->minima, panel) : NULL;
-        __asm__ volatile("" ::: "memory"); /* as in hc_amx_open: the panel is written before tiles are loaded */
+        hc_amx_wrote();
         for (uint64_t tile = first; tile < behind; tile++) {
             piece.x = hc_quantized_at(weight, (char *)op->scratch + tile * tile_bytes, HC_TILE_ROWS);
             piece.corner = hc_corner_of(op, NULL, tile * HC_TILE_ROWS, panel * HC_PANEL);

@@ -24,6 +24,14 @@
 
 static inline uint64_t hc_round_up(uint64_t count, uint64_t unit) { return (count + unit - 1) / unit * unit; }
 
+/* Terms of bfloat16 that a number of a row is the sum of, where tiles multiply. */
+static inline uint64_t hc_terms(uint64_t type) { return type == HC_F32 ? 3 : 1; }
+
+/* Rows as they are put together for tiles: all of one, or whole ones. */
+static inline uint64_t hc_tile_rows(uint64_t rows) {
+    return rows <= HC_TILE_ROWS ? rows : hc_round_up(rows, HC_TILE_ROWS);
+}
+
 static inline uint64_t hc_panels(const hc_weight *weight) { return (weight->out + HC_PANEL - 1) / HC_PANEL; }
 
 /* Whether rows are made whole numbers beside it. */

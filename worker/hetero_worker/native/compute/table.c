@@ -4,7 +4,7 @@
 extern hc_kernel hc_pack; /* compiled once: it moves, and computes nothing */
 extern hc_kernel HC_NAME(linear), HC_BASE_NAME(embed), HC_BASE_NAME(norm), HC_BASE_NAME(gated), HC_BASE_NAME(squares), HC_NAME(latent),
     HC_NAME(heads), HC_BASE_NAME(delta), HC_BASE_NAME(open), HC_BASE_NAME(products), HC_BASE_NAME(rotate),
-    HC_BASE_NAME(attend), HC_BASE_NAME(attend_span), HC_BASE_NAME(add), HC_BASE_NAME(pick), HC_BASE_NAME(choose), HC_BASE_NAME(step_on),
+    HC_NAME(attend), HC_NAME(attend_span), HC_BASE_NAME(add), HC_BASE_NAME(pick), HC_BASE_NAME(choose), HC_BASE_NAME(step_on),
     HC_BASE_NAME(route), HC_NAME(experts), HC_BASE_NAME(low_rank);
 extern int HC_NAME(hc_supports)(void);
 
@@ -25,8 +25,8 @@ const hc_isa_table HC_NAME(hc_table) = {
             [HC_OPEN] = HC_BASE_NAME(open),
             [HC_PRODUCTS] = HC_BASE_NAME(products),
             [HC_ROTATE] = HC_BASE_NAME(rotate),
-            [HC_ATTEND] = HC_BASE_NAME(attend),
-            [HC_ATTEND_SPAN] = HC_BASE_NAME(attend_span),
+            [HC_ATTEND] = HC_NAME(attend),
+            [HC_ATTEND_SPAN] = HC_NAME(attend_span),
             [HC_ADD] = HC_BASE_NAME(add),
             [HC_PICK] = HC_BASE_NAME(pick),
             [HC_CHOOSE] = HC_BASE_NAME(choose),

@@ -164,7 +164,7 @@ HC_INLINE void hc_write_rows(const hc_corner *corner, uint64_t rows, uint64_t ve
 }
 
 /* Writes what exists of a tile: sums [rows, vectors, 16]. Types are constants where the usual ones meet. */
-static __attribute__((noinline)) void hc_write_tile(const hc_corner *corner, uint64_t rows, uint64_t vectors,
+static __attribute__((noinline, unused)) void hc_write_tile(const hc_corner *corner, uint64_t rows, uint64_t vectors,
                                                     const f32x16 *sums, int is_first, int is_last) {
     const hc_linear_op *op = corner->op;
     if (rows > corner->rows)
