@@ -2194,6 +2194,7 @@ class Heartbeat(_message.Message):
     GRAPH_BYTES_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """The last step that this rank finished."""
     graph_bytes: _builtins.int
@@ -2206,6 +2207,10 @@ class Heartbeat(_message.Message):
     def prefill(self) -> Global___StepTimes:
         """This epoch's other steps, which read prompts; commands do not count."""
 
+    @_builtins.property
+    def progress(self) -> Global___Progress:
+        """The long work that it does; absent while it does none."""
+
     def __init__(
         self,
         *,
@@ -2213,14 +2218,49 @@ class Heartbeat(_message.Message):
         graph_bytes: _builtins.int = ...,
         decode: Global___StepTimes | None = ...,
         prefill: Global___StepTimes | None = ...,
+        progress: Global___Progress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "graph_bytes", b"graph_bytes", "prefill", b"prefill", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "graph_bytes", b"graph_bytes", "prefill", b"prefill", "progress", b"progress", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class Progress(_message.Message):
+    """How far a long work of a rank has come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORK_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    UNIT_FIELD_NUMBER: _builtins.int
+    work: _builtins.str
+    """The work: "measuring" or "reading weights"."""
+    done: _builtins.int
+    """What is done, of `total`, in `unit`."""
+    total: _builtins.int
+    """All of it; more than 0."""
+    unit: _builtins.str
+    """"B" for bytes, else a noun in the plural."""
+    def __init__(
+        self,
+        *,
+        work: _builtins.str = ...,
+        done: _builtins.int = ...,
+        total: _builtins.int = ...,
+        unit: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "total", b"total", "unit", b"unit", "work", b"work"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
 class StepTimes(_message.Message):

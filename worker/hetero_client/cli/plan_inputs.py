@@ -20,7 +20,7 @@ from hetero_client.cli.plan_probe import ProbeTask, measure_here
 from hetero_client.home import HeteroHome
 from hetero_client.launcher.local_plan import plan_here
 from hetero_client.model_store.resolve import locate_named_model, resolve_draft, resolve_model
-from hetero_client.model_store.store import ModelStore
+from hetero_client.model_store.store import ModelStore, Report
 from hetero_placement.assumed_hardware import assume, load_assumed_hardware, whole_machine
 from hetero_placement.hardware import Hardware
 
@@ -147,7 +147,7 @@ def _measured(resource: HeteroInference, model: str | None) -> PlanInputs:
 
 def _draft_of(spec: HeteroInferenceSpec) -> ModelConfig | None:
     store = ModelStore(HeteroHome.from_environment())
-    resolved = resolve_draft(spec.engine.speculative, store, report=print_note)
+    resolved = resolve_draft(spec.engine.speculative, store, report=Report(print_note))
     return None if resolved is None else ModelConfig.from_directory(resolved.directory)
 
 
@@ -155,4 +155,4 @@ def _model_directory(resource: HeteroInference, model: str | None) -> Path:
     store = ModelStore(HeteroHome.from_environment())
     if model is not None:
         return locate_named_model(model, store)
-    return resolve_model(resource.spec.model, store, report=print_note).directory
+    return resolve_model(resource.spec.model, store, report=Report(print_note)).directory

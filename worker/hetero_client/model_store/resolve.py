@@ -18,6 +18,7 @@ from hetero_client.model_store.demo_model import ALIASES, DEMO_MODEL, fetch_whee
 from hetero_client.model_store.hub import download_snapshot, served_files
 from hetero_client.model_store.store import (
     HUB,
+    Lines,
     ModelKey,
     ModelStore,
     Report,
@@ -137,7 +138,7 @@ def fetch_model(what: str, store: ModelStore, *, revision: str | None, report: R
     return _fetch_from_hub(ModelKey.parse(what, revision=revision), store, report)
 
 
-def register_directory(directory: Path, store: ModelStore, *, key: ModelKey, report: Report) -> StoredModel:
+def register_directory(directory: Path, store: ModelStore, *, key: ModelKey, report: Lines) -> StoredModel:
     """Make a directory of the user's the entry of `key`. Raises ModelStoreError when it cannot be served."""
     check_model_directory(directory)
     if not directory.is_dir():
@@ -164,7 +165,7 @@ def _fetch_for_manifest(key: ModelKey, store: ModelStore, report: Report, path: 
 
 def _fetch_from_hub(key: ModelKey, store: ModelStore, report: Report) -> StoredModel:
     report(f"fetching {key.uri} from the Hugging Face Hub")
-    snapshot = download_snapshot(key)
+    snapshot = download_snapshot(key, report=report)
     if key.variant is None:
         check_model_directory(snapshot)
         with store.locked(key, report=report):

@@ -24,6 +24,7 @@ ProtocolError (a plan or an order that does not fit the state), ExchangeError (a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -33,6 +34,32 @@ from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import logprobs_pb2, ranks_pb2
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.distributed.exchange import Exchange
+
+
+class WorkProgress:
+    """How far the rank's long work has come. One thread works; another reads `message`."""
+
+    def __init__(self) -> None:
+        self._now: ranks_pb2.Progress | None = None
+
+    @contextmanager
+    def of(self, work: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+        """Count a work of `total` units within the block; yield what takes the units done since the last call."""
+        self._now = ranks_pb2.Progress(work=work, total=max(1, total), unit=unit)
+        try:
+            yield self._advance
+        finally:
+            self._now = None
+
+    def message(self) -> ranks_pb2.Progress | None:
+        """Return the work under way; None if there is none. From any thread."""
+        return self._now
+
+    def _advance(self, amount: int) -> None:
+        now = self._now
+        if now is not None:  # a message that another thread may be sending is never changed
+            done = min(now.total, now.done + amount)
+            self._now = ranks_pb2.Progress(work=now.work, done=done, total=now.total, unit=now.unit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from hetero_worker.errors import ProtocolError
 from hetero_worker.layers.sampler import SampleTokens, sample_tokens
 from hetero_worker.memory.memory_pool import MemoryPool
 from hetero_worker.models.decoder import Decoder
-from hetero_worker.runners.base import LoadRequest, MaskSource, StepInFlight, StepOutput, no_masks
+from hetero_worker.runners.base import LoadRequest, MaskSource, StepInFlight, StepOutput, WorkProgress, no_masks
 from hetero_worker.runners.commands import GroupCommands
 from hetero_worker.runners.draft import DraftModel
 from hetero_worker.runners.model_state import ModelState, ServingCache, make_cache
@@ -52,8 +52,14 @@ class PlanRunner:
         sample: SampleTokens = sample_tokens,
         measure: MeasureWorkspace = measure_workspace,
         draft: DraftModel | None = None,
+        progress: WorkProgress | None = None,
     ) -> None:
-        """`draft`: the model that this rank loads beside its shard if it becomes rank 0."""
+        """Create it without weights.
+
+        `draft`: the model that this rank loads beside its shard if it becomes rank 0. `progress`: what is told how far
+        loading has come.
+        """
+        self._progress = progress
         self._sample = sample
         self._sampler: ShardSampler = HOST_SAMPLER
         self._measure = measure
@@ -118,7 +124,7 @@ class PlanRunner:
         request = self._load_draft(request)
         if shard is None or not shard.serves(request):
             shard = None  # the old weights go before the new ones come
-            shard = load_shard(request, self.backend)
+            shard = load_shard(request, self.backend, progress=self._progress)
             load_s = shard.load_s
             self._sampler = self.backend.sampler()
             self._workspaces.clear()

@@ -21,7 +21,7 @@ from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.memory.budget import MemoryBudget, mib
 from hetero_worker.memory.memory_pool import MemoryPool
 from hetero_worker.models.decoder import Decoder
-from hetero_worker.runners.base import LoadRequest
+from hetero_worker.runners.base import LoadRequest, WorkProgress
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +88,14 @@ class LoadedShard:
         )
 
 
-def load_shard(request: LoadRequest, backend: DeviceBackend, *, kernel: LinearKernel | None = None) -> LoadedShard:
-    """Load the rank's shard. `kernel` None: the backend's.
+def load_shard(
+    request: LoadRequest,
+    backend: DeviceBackend,
+    *,
+    kernel: LinearKernel | None = None,
+    progress: WorkProgress | None = None,
+) -> LoadedShard:
+    """Load the rank's shard. `kernel` None: the backend's. `progress` counts bytes of weights.
 
     Raises ModelError, PlanError, WeightsChangedError, MemoryBudgetError; the last before anything is read.
     """
@@ -104,8 +110,9 @@ def load_shard(request: LoadRequest, backend: DeviceBackend, *, kernel: LinearKe
     graphs = graph_memory(request, backend.steps.graph_sizes(request))
     budget = budget_of(request, weight_bytes, gather_bytes, pool, graph_bytes=graphs.total)
     _kv_budget_bytes(request, replace(budget, adapter_bytes=adapter_bytes(request, decoder)))
-    with pool.apart(), request.open_weights(request.directory) as checkpoint:
-        decoder.load(checkpoint, kernel)
+    counted = (progress or WorkProgress()).of("reading weights", weight_bytes, "B")
+    with pool.apart(), request.open_weights(request.directory) as checkpoint, counted as on_bytes:
+        decoder.load(checkpoint, kernel, on_bytes)
         formats = checkpoint.conversions.lines
         notes = checkpoint.left_out()
     _check_files(request)
