@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,6 +28,8 @@ ASKED: Sequence[tuple[str, SamplingParams]] = (
     ("a b c d e f g " * 5, replace(SEEDED, seed=6)),
     ("def f(x):\n    return x + 1\n\n" * 4, replace(GREEDY, repetition_penalty=1.1, min_tokens=20)),
 )
+SHARES = {"Tensor": {"attention": [2, 1], "mlp": [1, 1], "vocabulary": [1, 1]}, "Layer": {"attention": [1, 1]}}
+"""By the mode of placement. Measured ones differ from group to group, and sums with them in their last bits."""
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +38,12 @@ def smaller(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return without_layers(smollm2, tmp_path_factory.mktemp("smaller"), number=22)
 
 
-def group(folder: Path, kind: str, *, draft: Path | None = None, **more: Any) -> LocalGroupProcess:
+def group(
+    folder: Path, kind: str, *, model: Path, mode: str = "Tensor", draft: Path | None = None
+) -> LocalGroupProcess:
     speculative = {"kind": kind, **({} if draft is None else {"draft": {"uri": f"file://{draft}"}})}
     manifest = write_manifest(
-        folder, model=more.pop("model"), name=kind.lower(), engine={"speculative": speculative}, **more
+        folder, model=model, name=kind.lower(), mode=mode, shares=SHARES[mode], engine={"speculative": speculative}
     )
     return LocalGroupProcess(manifest, home=folder / kind)
 
