@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE ?= 0
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install native demo test test-rest test-all test-unit test-distributed test-sanitizers fuzz test-healing test-gpu test-cuda-wheel test-cluster test-e2e kubernetes bench-peers bench-peers-install bench-scaling bench-perplexity bench-engine bench-operator bench-recovery bench-exchange bench-exchange-hosts bench-prediction bench-cuts bench-gpu lint format type protos manifests docs chart golden verify bench base-image images locks audit check-images record-images release clean
+.PHONY: help install native demo test test-rest test-all test-unit test-distributed test-sanitizers fuzz chaos soak test-healing test-gpu test-cuda-wheel test-cluster test-e2e kubernetes bench-peers bench-peers-install bench-scaling bench-perplexity bench-engine bench-operator bench-recovery bench-exchange bench-exchange-hosts bench-prediction bench-cuts bench-gpu lint format type protos manifests docs site chart golden verify bench base-image images locks audit check-images record-images release clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9-]+:.*## / {printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,15 @@ test-healing: $(STAMP) $(NATIVE) ## Kill and freeze ranks 50 times in a row unde
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	HETERO_HEALING_KILLS=50 $(BIN)/pytest tests/distributed/test_healing.py -q -s --timeout=0
 
+# Variables: ONLY='kill leader' (pairs whose name has it). Root plays full disks and cut networks, too, in namespaces of its own.
+chaos: $(STAMP) $(NATIVE) ## Play 350 faults at moments of real groups under real clients, in an hour or two; prints a row each
+	$(BIN)/python -m tests.chaos $(if $(ONLY),--only '$(ONLY)')
+
+SOAK_MINUTES ?= 60
+soak: $(STAMP) $(NATIVE) ## Serve for SOAK_MINUTES (60) at 70 % load; fail if a process grows or a request is lost; writes bench/results
+	@$(BIN)/hetero model fetch smollm2-135m-instruct
+	$(BIN)/python -m bench.soak --minutes $(SOAK_MINUTES)
+
 test-gpu: $(STAMP) $(NATIVE) ## Run the tests that need an NVIDIA GPU; without one they are skipped, and say so
 	$(BIN)/pytest tests/gpu -q -rs
 
@@ -114,8 +123,11 @@ protos: $(STAMP) ## Generate the protobuf and gRPC stubs
 manifests: $(STAMP) ## Generate the CRD from hetero_api/spec.py, and the reference page
 	$(BIN)/python -m tools.generate manifests docs
 
-docs: $(STAMP) ## Generate the reference page, the picture of the rooms, and the pages of models, planning and metrics
-	$(BIN)/python -m tools.generate docs picture models planning metrics
+docs: $(STAMP) ## Generate the pages and pictures of docs that are made from the code
+	$(BIN)/python -m tools.generate docs picture models planning metrics reference concepts
+
+site: $(STAMP) ## Build the documentation as a site in build/site; a broken link or anchor fails
+	$(BIN)/python -m tools.site.build
 
 chart: $(STAMP) ## Generate the Helm chart's schema and README from the comments in its values.yaml, and its dashboards
 	$(BIN)/python -m tools.generate chart dashboards
@@ -124,7 +136,7 @@ golden: $(STAMP) ## Write the golden renders of tests/unit/operator anew; read t
 	UPDATE_GOLDEN=1 $(BIN)/pytest tests/unit/operator/test_render_golden.py -q
 
 verify: $(STAMP) ## Fail when generated files differ from their sources, or locks from pyproject.toml
-	$(BIN)/python -m tools.generate --check protos manifests docs chart picture models planning metrics dashboards
+	$(BIN)/python -m tools.generate --check protos manifests docs chart picture models planning metrics dashboards reference concepts
 	$(BIN)/python -m tools.images locks --check
 
 bench: $(STAMP) $(NATIVE) ## Measure against transformers and this machine's limits; writes bench/results
