@@ -68,7 +68,7 @@ def test_it_serves_from_an_empty_environment_without_a_compiler(wheel: Path, smo
     subprocess.run([*installed, f"heteroinference[local] @ {wheel.as_uri()}"], check=True, timeout=TIMEOUT_S)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HETERO_", "CC"))}
     environment = {**kept, "PATH": str(home / "bin"), "HETERO_HOME": str(tmp_path / "hetero")}
-    command = ["hetero", "run", str(smollm2), "The capital of France is", "--temperature", "0", "-n", "16"]
+    command = ["hetero", "run", str(smollm2), "What is the capital of France?", "--temperature", "0", "-n", "16"]
     done = subprocess.run(
         [str(home / "bin" / command[0]), *command[1:]],
         env=environment, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=TIMEOUT_S,
