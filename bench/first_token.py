@@ -5,8 +5,8 @@
 
 *clone*: a clone of this checkout's last commit, then `make demo` in it. *wheel*: the wheel of this checkout (or FILE),
 a fresh virtual environment, `pip install 'WHEEL[local]'`, then `hetero run`. Both fetch the demo model into a home
-folder of their own, and pip uses no cache unless it is asked to. Prints seconds from the first command to the line "ready",
-and to the first piece of the answer. The speed of the network is in these figures.
+folder of their own, and pip uses no cache unless it is asked to. Prints seconds from the first command to the line
+"ready", and to the first piece of the answer. The speed of the network is in these figures.
 """
 
 from __future__ import annotations
