@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE ?= 0
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install native demo test test-rest test-all test-unit test-distributed test-sanitizers fuzz test-healing test-gpu test-cuda-wheel test-cluster test-e2e kubernetes bench-peers bench-peers-install bench-scaling bench-perplexity bench-engine bench-operator bench-recovery bench-exchange bench-exchange-hosts bench-prediction bench-cuts bench-gpu lint format type protos manifests docs site chart golden verify bench base-image images locks audit check-images record-images release clean
+.PHONY: help install native demo test test-rest test-all test-unit test-distributed test-sanitizers fuzz chaos soak test-healing test-gpu test-cuda-wheel test-cluster test-e2e kubernetes bench-peers bench-peers-install bench-scaling bench-perplexity bench-engine bench-operator bench-recovery bench-exchange bench-exchange-hosts bench-prediction bench-cuts bench-gpu lint format type protos manifests docs site chart golden verify bench base-image images locks audit check-images record-images release clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9-]+:.*## / {printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,15 @@ fuzz: $(STAMP) $(NATIVE) ## Fuzz every reader of files, requests and messages fo
 test-healing: $(STAMP) $(NATIVE) ## Kill and freeze ranks 50 times in a row under load (`make test` does so 5 times)
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	HETERO_HEALING_KILLS=50 $(BIN)/pytest tests/distributed/test_healing.py -q -s --timeout=0
+
+# Variables: ONLY='kill leader' (pairs whose name has it). Root plays full disks and cut networks, too, in namespaces of its own.
+chaos: $(STAMP) $(NATIVE) ## Play 350 faults at moments of real groups under real clients, in an hour or two; prints a row each
+	$(BIN)/python -m tests.chaos $(if $(ONLY),--only '$(ONLY)')
+
+SOAK_MINUTES ?= 60
+soak: $(STAMP) $(NATIVE) ## Serve for SOAK_MINUTES (60) at 70 % load; fail if a process grows or a request is lost; writes bench/results
+	@$(BIN)/hetero model fetch smollm2-135m-instruct
+	$(BIN)/python -m bench.soak --minutes $(SOAK_MINUTES)
 
 test-gpu: $(STAMP) $(NATIVE) ## Run the tests that need an NVIDIA GPU; without one they are skipped, and say so
 	$(BIN)/pytest tests/gpu -q -rs

@@ -422,6 +422,24 @@ def test_nothing_survives_a_killed_launcher(launcher: Launcher) -> None:
     assert running_groups(launcher.home) == []
 
 
+def test_a_killed_warden_is_replaced_and_knows_all_processes(launcher: Launcher) -> None:
+    launcher.start(STAND_IN_GATEWAY="ignore-term", STAND_IN_RANKS="cpu-1=hang")
+    record = launcher.until_ready()
+    for _ in range(2):
+        (warden,) = launcher.children("-S")
+        warden.kill()
+        launcher.wait_for(lambda gone=warden: launcher.children("-S") not in ([], [gone]))  # type: ignore[misc]
+    os.kill(record.processes["cpu-0"], signal.SIGKILL)
+    launcher.until_replaced("cpu-0", record)
+    assert launcher.process is not None
+    launcher.process.kill()
+    launcher.process.communicate()
+    deadline = time.monotonic() + PATIENCE_S
+    while launcher.left_over() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert launcher.left_over() == []
+
+
 def test_second_launcher_of_one_name_is_told_the_pid(launcher: Launcher) -> None:
     first = launcher.start()
     launcher.until_ready()

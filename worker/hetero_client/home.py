@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,7 +61,12 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that readers see the old content or the new one, never a part."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False, encoding="utf-8") as file:
-        file.write(text)
-    shutil.move(file.name, path)
+    """Write a file so that readers see the old content or the new one, never a part. Raises OSError."""
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", text=True)
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -81,8 +81,10 @@ class Supervisor:
     def wait(self, timeout_s: float, *, wake: int | None = None) -> list[Child]:
         """Wait until a child ends or writes, or descriptor `wake` is readable, at most `timeout_s`.
 
-        Passes output on. Returns the children that ended, reaped.
+        Passes output on, and replaces a warden that was killed. Returns the children that ended, reaped.
         """
+        if self._warden is not None:
+            self._ensure_warden()
         with selectors.DefaultSelector() as selector:
             for child in self.children:
                 selector.register(child, selectors.EVENT_READ, child)
@@ -164,8 +166,8 @@ class Supervisor:
 
     def _add(self, child: Child) -> Child:
         self.children.append(child)
-        if self.death_signal != signal.SIGKILL:
-            self._tell_warden(child.pid)
+        if self.death_signal != signal.SIGKILL and not self._ensure_warden():
+            self._tell_warden(child)
         return child
 
     def _wait_for(self, children: Iterable[Child], deadline_s: float, impatient: Callable[[], bool]) -> None:
@@ -176,16 +178,25 @@ class Supervisor:
                 return
             self.wait(min(left_s, LOOK_S))
 
-    def _tell_warden(self, pid: int) -> None:
-        if self._warden is None:
-            self._warden = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_WARDEN), str(self._grace_s)],
-                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-        if self._warden.stdin is None:
-            raise RuntimeError("the warden has no standard input")
-        self._warden.stdin.write(f"{pid}\n".encode())
-        self._warden.stdin.flush()
+    def _ensure_warden(self) -> bool:
+        """Start a warden that knows all children, unless one runs; return whether it was started."""
+        if self._warden is not None and self._warden.poll() is None:
+            return False
+        self._end_warden()
+        self._warden = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_WARDEN), str(self._grace_s)],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        for child in self.children:
+            self._tell_warden(child)
+        return True
+
+    def _tell_warden(self, child: Child) -> None:
+        if self._warden is None or self._warden.stdin is None:
+            raise RuntimeError("there is no warden with a standard input")
+        with suppress(BrokenPipeError):  # killed just now: the next one is told
+            self._warden.stdin.write(f"{child.pid}\n".encode())
+            self._warden.stdin.flush()
 
     def _end_warden(self) -> None:
         if self._warden is not None and self._warden.stdin is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from pathlib import Path
 
@@ -35,6 +36,23 @@ def start(home: HeteroHome, name: str) -> RunDirectory:
         )
     )
     return run
+
+
+def test_a_record_that_cannot_be_written_leaves_the_old_one_and_no_file_beside_it(tmp_path: Path) -> None:
+    run = start(HeteroHome(tmp_path), "a")
+    before = sorted(path.name for path in run.path.iterdir())
+    record = run.read_record()
+    assert record is not None
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))  # as on a full disk, a write fails
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            run.write_record(record)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert run.read_record() == record
+    assert sorted(path.name for path in run.path.iterdir()) == before
+    run.lock.release()
 
 
 def test_the_only_group_is_found_without_a_name(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
     python -m tests.unit.server.gateway_process FOLDER MAX_MODEL_LEN
 
 It prints one JSON line with its addresses, then one for each line that it reads: what happened since the last.
+It may take 512 MiB more than it has once it serves. Beyond that the kernel gives it none.
 
 The longest pause of the loop is measured by a task that wakes every few milliseconds. Time in which threads of the
 process waited for a core is no pause of the loop's own making, so it is taken off: the figure holds on a busy machine.
@@ -20,10 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from hetero_gateway.server.config import read_model
 from hetero_gateway.server.gateway import Gateway
 from tests.unit.server.server_setup import GatewayBench, read_all, request, sampling, write_manifest, write_model
 
+HEADROOM_BYTES = 512 * 1024 * 1024
 _TICK_S = 0.002
 _PROC = Path("/proc/self")
 _SMALL = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
@@ -49,6 +53,9 @@ class GatewayProcess:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
             self.addresses: dict[str, str] = self._read()
+            process = psutil.Process(self._process.pid)
+            most_bytes = _memory("VmData", f"/proc/{process.pid}/status") + HEADROOM_BYTES
+            process.rlimit(psutil.RLIMIT_DATA, (most_bytes, most_bytes))
         except ValueError:
             self._process.communicate()
             raise
@@ -98,8 +105,8 @@ def _waited_s() -> float:
     return waited_ns / 1e9
 
 
-def _memory(name: str) -> int:
-    lines = (_PROC / "status").read_text(encoding="ascii").splitlines()
+def _memory(name: str, file: str = "/proc/self/status") -> int:
+    lines = Path(file).read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 

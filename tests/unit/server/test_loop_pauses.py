@@ -64,6 +64,8 @@ def _check(gateway: GatewayProcess, ask: Callable[[], None], name: str) -> None:
         assert report.is_idle
         assert name in TOKENISED or report.peak_bytes - before.resident_bytes < MAX_GROWTH_BYTES
         pauses.append(report.pause_s)
+    growth_bytes = report.peak_bytes - before.resident_bytes
+    print(f"\n{name}: pause {min(pauses):.3f} s, growth {growth_bytes / 2**20:.0f} MiB")
     assert min(pauses) < MAX_PAUSE_S
 
 

@@ -79,6 +79,8 @@ class LocalGroupConfig:
     dp_local_rank: int = 0
     """Number of this group among those of the same resource that share this machine's devices and cores."""
 
+    draft_dir: Path | None = None
+    """Draft model; None: there is none."""
     router_port: int | None = None
     """Port of the engine protocol that a router speaks; None: none."""
 
@@ -123,6 +125,7 @@ class LocalGroup:
             run,
             packed_weights=config.packed_weights,
             door=config.door,
+            draft_dir=config.draft_dir,
         )
         # PYTHONSAFEPATH: a json.py in the user's folder must not shadow the gateway's.
         own = {ENV_GROUP_TOKEN_FILE: str(run.token_path), "PYTHONSAFEPATH": "1"}
@@ -138,6 +141,7 @@ class LocalGroup:
         self._healing: Healing | None = None
         self._admin: AdminClient | None = None
         self._record: GroupRecord | None = None
+        self._is_recorded = True
         self._begun_at = time.time()
         self._started_s = 0.0
         self._answered_s = 0.0
@@ -251,6 +255,7 @@ class LocalGroup:
             self._heal(healing, ended)
             if time.monotonic() >= look_at_s:
                 look_at_s = time.monotonic() + self._look_after(healing)
+                self._write_record()
 
     def check_alive(self, *, settle_s: float = SETTLE_S) -> None:
         """Raise the reason of a failed request if a process that ends the group ends within `settle_s`."""
@@ -313,7 +318,23 @@ class LocalGroup:
 
     def _update_record(self, *, phase: str, processes: dict[str, int] | None = None) -> None:
         self._record = replace(self.record, phase=phase, processes=processes or self.record.processes)
-        self._run.write_record(self._record)
+        self._is_recorded = False
+        self._write_record()
+
+    def _write_record(self) -> None:
+        """Write the record, unless it is written. A full disk ends no group: it is removed, and tried again later.
+
+        An old record would claim what is true no more.
+        """
+        if self._is_recorded:
+            return
+        try:
+            self._run.write_record(self.record)
+            self._is_recorded = True
+        except OSError as error:
+            if self._run.record_path.exists():
+                self._report(f"{self._run.record_path} cannot be written, so the group is not listed: {error.strerror}")
+                self._run.record_path.unlink()
 
     def _check(self, ended: Sequence[Child]) -> None:
         if self._signals.first is not None:

@@ -133,6 +133,7 @@ def _prepare(
     from hetero_worker.process.state_machine import WorkerStateMachine
     from hetero_worker.process.tuning_cache import TuningCache, boot_identity, code_identity
     from hetero_worker.runners.base import WorkProgress
+    from hetero_worker.runners.draft import DraftModel
     from hetero_worker.runners.plan_runner import PlanRunner
 
     pinning = binding.report
@@ -160,8 +161,9 @@ def _prepare(
         backend=backend,
         open_weights=partial(Checkpoint, packed=packed),
     )
+    draft = None if config.draft_dir is None else DraftModel(backend, config.draft_dir, identity.open_weights)
     progress = WorkProgress()
-    runner = PlanRunner(backend, measure=kept.measure_workspace, progress=progress)
+    runner = PlanRunner(backend, measure=kept.measure_workspace, draft=draft, progress=progress)
 
     def new_session(connect_timeout_s: float) -> WorkerStateMachine:
         link = GatewayLink(
