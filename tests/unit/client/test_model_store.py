@@ -381,6 +381,8 @@ def test_a_command_tells_its_amounts_while_it_runs_and_its_last_words_when_it_fa
         [sys.executable, "-c", script], what="counting", timeout_s=30.0, environment={}, watch=seen.append
     )
     assert demo_model.amounts_of(seen[-1]) == (3, 8)
+    assert demo_model.amounts_of("@3/8@ @8/8@ @0/1@") == (8, 8)
+    assert demo_model.amounts_of("no bar yet") is None
     with pytest.raises(ModelStoreError, match="counting failed with exit code 3:\nno such tensor"):
         demo_model.run_watched(
             [sys.executable, "-c", script + "sys.stderr.write('no such tensor'); sys.exit(3)"],

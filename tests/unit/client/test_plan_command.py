@@ -46,6 +46,14 @@ def plan(tmp_path: Path, *arguments: str, manifest: str = "gpu-cpu-auto.yaml") -
     return result.exit_code, result.stdout, result.stderr
 
 
+def test_a_chance_of_proposals_that_are_right_is_predicted_too(tmp_path: Path) -> None:
+    code, text, _ = plan(tmp_path, "--acceptance", "0.7")
+    assert code == 0
+    words = " ".join(text.split())
+    assert "right with a chance of 0.7: " in words
+    assert "right with a chance" not in plan(tmp_path)[1]
+
+
 def test_all_options_a_reason_and_the_ranks_are_shown(tmp_path: Path) -> None:
     code, text, _ = plan(tmp_path)
     assert code == 0

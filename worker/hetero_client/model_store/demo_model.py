@@ -200,9 +200,9 @@ def _convert(gguf: Path, folder: Path, report: Report) -> None:
 
 
 def amounts_of(written: str) -> tuple[int, int] | None:
-    """Return the last amounts (done, total) that a conversion has written; None before the first."""
-    bars = _BAR.findall(written)
-    return (int(bars[-1][0]), int(bars[-1][1])) if bars else None
+    """Return the last amounts (done, total) of the longest work that a conversion has told; None before the first."""
+    bars = [(int(done), int(total)) for done, total in _BAR.findall(written)]
+    return max(reversed(bars), key=lambda bar: bar[1], default=None)
 
 
 def run_watched(
