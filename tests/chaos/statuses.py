@@ -61,6 +61,7 @@ class TopologyClaim:
     """The launcher's record of the same moment, by name."""
     rests: bool = False
     held_bytes: int = 0
+    """KV cache while it rests: at level 1 weights stay in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,6 @@ class Watcher:
                         tuple(rank.joined for rank in seen.ranks),
                         record.processes,
                         rests=rests,
-                        held_bytes=sum(rank.weight_bytes + rank.kv_bytes for rank in seen.ranks) if rests else 0,
+                        held_bytes=sum(rank.kv_bytes for rank in seen.ranks) if rests else 0,
                     )
                 )
