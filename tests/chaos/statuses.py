@@ -82,10 +82,8 @@ class Claims:
 
     def overclaims(self, wounds: Iterable[Wound]) -> list[str]:
         """Return claims that said more than was true."""
-        return [
-            *_of_counts(self.topologies),
-            *(text for wound in wounds for text in _of_wound(wound, self.topologies, self.records)),
-        ]
+        of_wounds = (text for wound in wounds for text in _of_wound(wound, self.topologies, self.records))
+        return list(dict.fromkeys([*_of_counts(self.topologies), *of_wounds]))
 
 
 def _of_counts(topologies: Sequence[TopologyClaim]) -> list[str]:
