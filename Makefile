@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE ?= 0
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install native demo test test-rest test-all test-unit test-distributed test-sanitizers fuzz chaos soak test-healing test-gpu test-cuda-wheel test-cluster test-e2e kubernetes bench-peers bench-peers-install bench-scaling bench-perplexity bench-engine bench-operator bench-recovery bench-exchange bench-exchange-hosts bench-prediction bench-cuts bench-gpu lint format type protos manifests docs chart golden verify bench base-image images locks audit check-images record-images clean
+.PHONY: help install native demo test test-rest test-all test-unit test-distributed test-sanitizers fuzz chaos soak test-healing test-gpu test-cuda-wheel test-cluster test-e2e kubernetes bench-peers bench-peers-install bench-scaling bench-perplexity bench-engine bench-operator bench-recovery bench-exchange bench-exchange-hosts bench-prediction bench-cuts bench-gpu lint format type protos manifests docs site chart golden verify bench base-image images locks audit check-images record-images release clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9-]+:.*## / {printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -93,13 +93,14 @@ test-cluster: kubernetes ## Run the operator's tests against a real Kubernetes A
 	$(BIN)/pytest tests/cluster -n 4 -q $(TIER)
 
 # With KUBECONFIG set, that cluster is used as it is: its nodes pull the images (tests/e2e/site.py has the variables).
+RELEASED   := operator gateway router worker-cpu
 E2E_IMAGES ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hetero/images
 test-e2e: $(STAMP) ## Run chart, images and a model on real nodes: this machine's own (as root), or those of KUBECONFIG
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 ifeq ($(KUBECONFIG),)
 	@$(BIN)/python -m tests.support.kube.provision --nodes
-	SAVE="$(E2E_IMAGES)" $(BIN)/python -m tools.images build
-	$(BIN)/python -m tools.images sizes
+	SAVE="$(E2E_IMAGES)" IMAGES="$(RELEASED)" $(BIN)/python -m tools.images build
+	IMAGES="$(RELEASED)" $(BIN)/python -m tools.images sizes
 endif
 	HETERO_E2E_IMAGES="$(E2E_IMAGES)" $(BIN)/pytest tests/e2e -v
 
@@ -122,8 +123,11 @@ protos: $(STAMP) ## Generate the protobuf and gRPC stubs
 manifests: $(STAMP) ## Generate the CRD from hetero_api/spec.py, and the reference page
 	$(BIN)/python -m tools.generate manifests docs
 
-docs: $(STAMP) ## Generate the reference page, the picture of the rooms, and the pages of models, planning and metrics
-	$(BIN)/python -m tools.generate docs picture models planning metrics
+docs: $(STAMP) ## Generate the pages and pictures of docs that are made from the code
+	$(BIN)/python -m tools.generate docs picture models planning metrics reference concepts
+
+site: $(STAMP) ## Build the documentation as a site in build/site; a broken link or anchor fails
+	$(BIN)/python -m tools.site.build
 
 chart: $(STAMP) ## Generate the Helm chart's schema and README from the comments in its values.yaml, and its dashboards
 	$(BIN)/python -m tools.generate chart dashboards
@@ -132,7 +136,7 @@ golden: $(STAMP) ## Write the golden renders of tests/unit/operator anew; read t
 	UPDATE_GOLDEN=1 $(BIN)/pytest tests/unit/operator/test_render_golden.py -q
 
 verify: $(STAMP) ## Fail when generated files differ from their sources, or locks from pyproject.toml
-	$(BIN)/python -m tools.generate --check protos manifests docs chart picture models planning metrics dashboards
+	$(BIN)/python -m tools.generate --check protos manifests docs chart picture models planning metrics dashboards reference concepts
 	$(BIN)/python -m tools.images locks --check
 
 bench: $(STAMP) $(NATIVE) ## Measure against transformers and this machine's limits; writes bench/results
@@ -209,6 +213,15 @@ check-images: $(STAMP) ## Fail when a built image adds a tenth more to its base 
 
 record-images: $(STAMP) ## Record the sizes of the images that are built, in tools/images/sizes.json and docs/images.md
 	$(BIN)/python -m tools.images sizes --record
+
+# Variables: PUSH=HOST/PATH (without it nothing leaves this machine), KEY=FILE (and KEY_PASSPHRASE=FILE) to sign,
+# ARCHITECTURES=x86_64 where there is no cross compiler, DIST=FOLDER, and those of `make images`.
+DIST ?= dist
+release: $(STAMP) ## Build wheels, chart, images, bills of materials and checksums into DIST; PUSH=HOST/PATH: push images and chart there
+	$(BIN)/python -m tools.release build "$(DIST)" $(if $(ARCHITECTURES),--architectures $(ARCHITECTURES))
+ifneq ($(PUSH),)
+	$(BIN)/python -m tools.release push "$(DIST)" "$(PUSH)" $(if $(KEY),--key "$(KEY)") $(if $(KEY_PASSPHRASE),--passphrase-file "$(KEY_PASSPHRASE)")
+endif
 
 clean: ## Remove .venv and caches
 	rm -rf $(VENV) $(CUDA_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

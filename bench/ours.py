@@ -31,7 +31,8 @@ RANK_BYTES: Final = 300_000_000
 class HeteroContender:
     """Ours: `ranks` CPU ranks of `cores` cores each. `engine`, `placement` and `exchange` are fields of the spec's.
 
-    `home` is kept from run to run; without one each start has a new one. `checkout`: the one whose code is started, by
+    `options` and `environment` are further ones of `hetero up`. `home` is kept from run to run; without one each start
+    has a new one. `checkout`: the one whose code is started, by
     the interpreter of its own environment; None: this one.
     """
 
@@ -52,6 +53,8 @@ class HeteroContender:
         placement: Mapping[str, Any] | None = None,
         exchange: Mapping[str, Any] | None = None,
         checkout: Path | None = None,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
         ready_timeout_s: float = READY_TIMEOUT_S,
     ) -> None:
         self.name = name or f"hetero {ranks}x{cores}"
@@ -62,6 +65,7 @@ class HeteroContender:
         self._placement = {"mode": mode, **(placement or {})}
         self._kept_home = home
         self._checkout = checkout
+        self._options, self._environment = list(options), dict(environment or {})
         self._ready_timeout_s = ready_timeout_s
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -75,9 +79,9 @@ class HeteroContender:
         with (self._home.root / "up.log").open("wb") as log:
             python = sys.executable if self._checkout is None else str(self._checkout / ".venv/bin/python")
             self._process = subprocess.Popen(
-                [python, "-m", "hetero_client", "up", str(path), "--port", "0"],
+                [python, "-m", "hetero_client", "up", str(path), "--port", "0", *self._options],
                 cwd=self._checkout,
-                env={**os.environ, "HETERO_HOME": str(self._home.root)},
+                env={**os.environ, "HETERO_HOME": str(self._home.root), **self._environment},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -132,11 +136,20 @@ class HeteroContender:
         assert self._client is not None
         return self._client
 
-    def topology(self) -> GroupTopology:
-        """How the group that was started stands."""
+    @property
+    def http(self) -> str:
+        """Address of the HTTP door of the group that was started."""
+        return self._record.http
+
+    @property
+    def _record(self) -> GroupRecord:
         record = RunDirectory.for_group(self._home, "bench").read_record()
         assert record is not None
-        with AdminClient(record.admin) as admin:
+        return record
+
+    def topology(self) -> GroupTopology:
+        """How the group that was started stands."""
+        with AdminClient(self._record.admin) as admin:
             return admin.topology()
 
     def allowed_bytes(self) -> int:

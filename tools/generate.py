@@ -1,6 +1,7 @@
 """Writes the files that are made from others, or checks that they are up to date.
 
-    python -m tools.generate [--check] protos manifests docs chart picture models planning metrics dashboards
+    python -m tools.generate [--check] protos manifests docs chart picture models planning metrics dashboards \
+        reference concepts
 
 protos: `protos/hetero_api/v1/*.proto` → Python stubs beside them.
 manifests: `hetero_api/spec.py` and `status.py` → the CustomResourceDefinition in the chart.
@@ -11,6 +12,8 @@ models: architectures and the tests' lists of them → docs/models.md.
 planning: example models, example hardware and the cost model → docs/planning.md.
 metrics: `hetero_api/metrics.py` → docs/metrics.md.
 dashboards: `tools/dashboards.py` → the chart's Grafana dashboards.
+reference: the command line, the errors and the RPCs → their pages in docs/reference.
+concepts: an example's plan, and the ways of requests and resources → docs/pictures.
 With --check nothing is written; the exit status is 1 when a file differs, and the files are named.
 """
 
@@ -26,12 +29,16 @@ import grpc_tools
 
 from hetero_api.crd import render_crd
 from tools.chart_values import generate_chart
+from tools.command_line_page import generate_command_line_page
+from tools.concept_pictures import generate_concept_pictures
 from tools.dashboards import generate_dashboards
+from tools.errors_page import generate_errors_page
 from tools.metrics_page import generate_metrics_page
 from tools.models_page import generate_models_page
 from tools.picture import generate_picture
 from tools.planning_page import generate_planning_page
 from tools.reference_page import generate_reference
+from tools.rpc_page import generate_rpc_page
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
@@ -66,6 +73,11 @@ def generate_manifests(root: Path) -> list[Path]:
     return [relative]
 
 
+def generate_reference_pages(root: Path) -> list[Path]:
+    """Write the pages of command line, errors and RPCs under `root`; returns what was written, relative to `root`."""
+    return [*generate_command_line_page(root), *generate_errors_page(root), *generate_rpc_page(root)]
+
+
 GENERATORS = {
     "protos": generate_protos,
     "manifests": generate_manifests,
@@ -76,6 +88,8 @@ GENERATORS = {
     "planning": generate_planning_page,
     "metrics": generate_metrics_page,
     "dashboards": generate_dashboards,
+    "reference": generate_reference_pages,
+    "concepts": generate_concept_pictures,
 }
 
 

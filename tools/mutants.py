@@ -90,6 +90,13 @@ MUTANTS: Final = (
         ("tests/unit/worker_model/test_proposals.py",),
     ),
     Mutant(
+        "draft model: a block is known by its own tokens alone",
+        "worker/hetero_worker/runners/draft.py",
+        "if not len(wanted) or self._prefixes[block := table[walk.blocks]] != walk.prefix:",
+        "if not len(wanted) or (block := table[walk.blocks]) < 0:",
+        ("tests/unit/worker_model/test_proposals.py",),
+    ),
+    Mutant(
         "proposals: tokens behind a stop string are counted",
         "worker/hetero_gateway/engine/output_processor.py",
         "num_unread = update.completion.num_output_tokens - opened.num_delivered",

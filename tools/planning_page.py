@@ -213,6 +213,12 @@ def _examples() -> Iterator[str]:
             yield _row(model, machine, *_example(model, machine))
 
 
+def example_plan(machine: str, model: str) -> ShardPlan:
+    """Return the plan of an example: slices of routed experts on CPU ranks, a rank a socket, all else on the GPU."""
+    inputs = from_examples(machine, model, quantization=None)
+    return _experts_on_cpu(quantized_config(inputs.spec, inputs.config), inputs.hardware, has_gpu=True)
+
+
 def _example(model: str, machine: str) -> Iterator[str]:
     """Yield the GPU's memory, rates with experts on CPU ranks, and two rates of CPU ranks alone."""
     inputs = from_examples(machine, model, quantization=None)

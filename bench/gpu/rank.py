@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hetero_api.v1 import ranks_pb2
     from hetero_worker.backends.base import DeviceBackend
     from hetero_worker.distributed.coordinator import GroupCoordinator
-    from hetero_worker.runners.async_steps import AsyncSteps
+    from hetero_worker.process.async_steps import AsyncSteps
     from hetero_worker.runners.base import LoadRequest, StepOutput
 
 _HOST: Final = "127.0.0.1"
@@ -120,7 +120,7 @@ class _Rank:
             self._make_runner()
 
     def _make_runner(self) -> None:
-        from hetero_worker.runners.async_steps import AsyncSteps
+        from hetero_worker.process.async_steps import AsyncSteps
         from hetero_worker.runners.plan_runner import PlanRunner
 
         self._runner = PlanRunner(self._backend)

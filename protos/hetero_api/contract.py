@@ -76,6 +76,8 @@ POD_HEALTH_PORT: Final = 8080
 # --- paths within pods ---------------------------------------------------------------------------------
 POD_MODEL_DIR: Final = "/var/lib/hetero/model"
 """Where the model's files are mounted."""
+POD_DRAFT_DIR: Final = "/var/lib/hetero/draft"
+"""Where the draft model's files are mounted."""
 POD_CACHE_DIR: Final = "/var/lib/hetero/cache"
 """Where fetched models are kept."""
 POD_MANIFEST: Final = "/etc/hetero/config/manifest.yaml"

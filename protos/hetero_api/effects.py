@@ -43,6 +43,7 @@ EFFECTS: Final[Mapping[str, Effect]] = {
     "exchange.kind": Effect.GATEWAY,
     "exchange.hostPath": Effect.RANKS,
     "engine": Effect.GATEWAY,
+    "engine.speculative.draft": Effect.RANKS,
     "gateway": Effect.GATEWAY,
     "gateway.service": Effect.NONE,
     "gateway.auth.mode": Effect.NONE,

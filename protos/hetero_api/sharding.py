@@ -120,6 +120,20 @@ class ShardPlan:
     expert_orders: tuple[tuple[int, ...], ...] = ()
     """A permutation of its experts for each layer, () for their own order; () for all layers' own."""
 
+    @classmethod
+    def whole(cls, config: ModelConfig) -> ShardPlan:
+        """Return the plan of a model that one rank owns alone."""
+        heads, rows = UnitRange(0, config.num_kv_heads), UnitRange(0, config.vocab_size)
+        layers = tuple(
+            LayerShard(
+                heads,
+                UnitRange(0, config.mlp_columns(layer)),
+                UnitRange(0, config.num_experts if layer in config.expert_layers else 0),
+            )
+            for layer in range(config.num_layers)
+        )
+        return cls((RankShard(layers, rows, rows),))
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""

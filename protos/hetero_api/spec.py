@@ -29,7 +29,7 @@ from hetero_api.spec_cluster import (
 )
 from hetero_api.spec_http import HttpSpec
 from hetero_api.spec_idle import IdleSpec
-from hetero_api.spec_model import DType, ModelSpec, SecretKeyRef
+from hetero_api.spec_model import URI_RULES, DType, ModelSpec, SecretKeyRef, UriText
 from hetero_api.spec_pods import PodPatch, Variables, Volumes, leaves_our_variables
 from hetero_api.spec_pools import MAX_RANKS, Pools, PoolSpec, PoolType
 from hetero_api.spec_router import CacheIsolation, RouterSpec, RouterType
@@ -40,6 +40,7 @@ from hetero_api.spec_types import (
     HostFolder,
     Name,
     ObjectName,
+    Reason,
     Rule,
     SpecEnum,
     SpecModel,
@@ -220,17 +221,45 @@ class SpeculationKind(SpecEnum):
     AUTO = "Auto"
     NONE = "None"
     NGRAM = "NGram"
+    DRAFT = "Draft"
+
+
+class DraftSpec(SpecModel):
+    """A smaller model of the same tokenizer, which rank 0 holds whole, beside its part of the served one."""
+
+    rules: ClassVar[tuple[Rule, ...]] = URI_RULES
+
+    uri: UriText
+    """Where it is, as in model.uri. Its weights stay as its files have them; it computes in model.dtype."""
 
 
 class SpeculativeSpec(SpecModel):
     """Tokens that are proposed, so that one step may give a request several."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "draft",
+            "self.kind != 'Draft' || has(self.draft)",
+            "is what kind Draft proposes with; give it the uri of a smaller model of the same tokenizer",
+            lambda spec: spec.kind != SpeculationKind.DRAFT or spec.draft is not None,
+        ),
+        Rule(
+            "draft",
+            "!has(self.draft) || self.kind in ['Draft', 'Auto']",
+            "is for the kinds Draft and Auto; leave it out",
+            lambda spec: spec.draft is None or spec.kind in (SpeculationKind.DRAFT, SpeculationKind.AUTO),
+            Reason.FORBIDDEN,
+        ),
+    )
+
     kind: Annotated[SpeculationKind, spelled(SpeculationKind)] = SpeculationKind.NONE
     """None: nothing is proposed. NGram: what followed the last few tokens where they stood before, in the prompt, in
-    the output or in recent outputs of the same tenant. Auto: the same, but only while measurements of this group
-    promise more tokens per second than without; and nothing for a model that keeps states of sequences, which NGram
-    refuses.
+    the output or in recent outputs of the same tenant. Draft: what the model `draft` draws. Auto: what `draft` draws,
+    or else as NGram, but only while measurements of this group promise more tokens per second than without; and nothing
+    for a model that keeps states of sequences, which NGram and Draft refuse.
     """
+    draft: DraftSpec | None = None
+    """The model that proposes. Its memory, and that of its KV cache, are rank 0's."""
     max_tokens: Annotated[int, Field(ge=1, le=16)] = 8
     """Most tokens that are proposed to a request in a step. They count among maxNumSeqs and maxNumBatchedTokens."""
 

@@ -107,6 +107,25 @@ def _form_rule(form: UriForm) -> Rule:
     )
 
 
+URI_RULES: Final[tuple[Rule, ...]] = (
+    Rule(
+        "uri",
+        f"self.uri.matches('{_ANY_SCHEME}')",
+        f"must start with one of {', '.join(f'{scheme}://' for scheme in URI_SCHEMES)}",
+        lambda model: re.match(_ANY_SCHEME, model.uri) is not None,
+    ),
+    *(_form_rule(form) for form in URI_FORMS),
+    Rule(
+        "uri",
+        f"!self.uri.matches({_quoted(_PARENT)})",
+        "must not hold '..' in its path",
+        lambda model: re.search(_PARENT, model.uri) is None,
+    ),
+)
+"""Rules of the URI of a model, in a section with a field `uri`."""
+UriText = Annotated[str, Field(max_length=1024, json_schema_extra={"pattern": _ANY_SCHEME})]
+
+
 def _only_for_the_hub(field: str, *, absent: str) -> Rule:
     """Return a setting of fetching, which only Hub models need. `absent` is CEL for its being left out."""
     python_field = {"revision": "revision", "tokenSecretRef": "token_secret_ref", "cache": "cache"}[field]
@@ -122,19 +141,7 @@ class ModelSpec(SpecModel):
     """Which model is served."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
-            "uri",
-            f"self.uri.matches('{_ANY_SCHEME}')",
-            f"must start with one of {', '.join(f'{scheme}://' for scheme in URI_SCHEMES)}",
-            lambda model: re.match(_ANY_SCHEME, model.uri) is not None,
-        ),
-        *(_form_rule(form) for form in URI_FORMS),
-        Rule(
-            "uri",
-            f"!self.uri.matches({_quoted(_PARENT)})",
-            "must not hold '..' in its path",
-            lambda model: re.search(_PARENT, model.uri) is None,
-        ),
+        *URI_RULES,
         Rule(
             "quantizationGroupSize",
             f"!has(self.quantizationGroupSize) || self.quantizationGroupSize in {list(INT4_GROUPS)}",
@@ -153,7 +160,7 @@ class ModelSpec(SpecModel):
         _only_for_the_hub("cache", absent="!(has(self.cache.claimName) || has(self.cache.hostPath))"),
     )
 
-    uri: Annotated[str, Field(max_length=1024, json_schema_extra={"pattern": _ANY_SCHEME})]
+    uri: UriText
     """Where the model is: hf://ORG/NAME on the Hugging Face Hub, pvc://CLAIM/PATH in a PersistentVolumeClaim,
     oci://IMAGE (or oci://IMAGE#/PATH) in an image, whose /models is taken where no PATH is given, file:///PATH on every
     node. It is a folder with config.json, the tokenizer and safetensors files, or a GGUF file in their place. Of

@@ -14,22 +14,30 @@ from typer.testing import CliRunner
 from hetero_client import Access, HeteroClient, SamplingParams
 from hetero_client.cli.main import app
 from hetero_client.errors import AccessError, NotConnectedError
+from hetero_client.home import HeteroHome
+from hetero_client.model_store.demo_model import demo_directory
 from tests.support.local_group import REPOSITORY, LocalGroupProcess, write_manifest
 from tests.support.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.distributed
 
 
+def certificates(folder: Path) -> tuple[Path, trustme.CA]:
+    """A folder with the server's certificate for `--tls-dir`, and its authority, which is in ca.crt beside it."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(folder / "ca.crt")
+    tls = folder / "tls"
+    tls.mkdir()
+    certificate = authority.issue_cert("127.0.0.1")
+    certificate.private_key_pem.write_to_path(tls / "tls.key")
+    certificate.cert_chain_pems[0].write_to_path(tls / "tls.crt")
+    return tls, authority
+
+
 def test_up_takes_keys_and_certificates_in_place_of_secrets(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     model = save_tiny_model(tmp_path / "model", "llama")
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(tmp_path / "ca.crt")
-    folder = tmp_path / "tls"
-    folder.mkdir()
-    certificate = authority.issue_cert("127.0.0.1")
-    certificate.private_key_pem.write_to_path(folder / "tls.key")
-    certificate.cert_chain_pems[0].write_to_path(folder / "tls.crt")
+    folder, _ = certificates(tmp_path)
     made = CliRunner().invoke(app, ["key", "alice", "--out", str(tmp_path / "alice.key")])
     (tmp_path / "keys.yaml").write_text(made.stdout)
 
@@ -54,3 +62,28 @@ def test_up_takes_keys_and_certificates_in_place_of_secrets(tmp_path: Path) -> N
         assert "ready" in shown.stdout
     assert "OpenAI API: https://" in group.output
     assert "page: https://" in group.output
+
+
+def test_chat_shows_a_certificate_where_up_asks_for_one(tmp_path: Path) -> None:
+    tls, authority = certificates(tmp_path)
+    (tmp_path / "client-ca").mkdir()
+    authority.cert_pem.write_to_path(tmp_path / "client-ca/ca.crt")
+    mine = authority.issue_cert("alice.example")
+    mine.private_key_pem.write_to_path(tmp_path / "alice.key")
+    mine.cert_chain_pems[0].write_to_path(tmp_path / "alice.crt")
+    options = ["--tls-dir", str(tls), "--client-ca-dir", str(tmp_path / "client-ca")]
+    model = demo_directory(HeteroHome.from_environment())
+    manifest = write_manifest(tmp_path, model=model, ranks=1, max_model_len=128)
+    with LocalGroupProcess(manifest, home=tmp_path / "home", options=options) as group:
+        command = [
+            sys.executable, "-m", "hetero_client", "chat", "--address", group.record.inference,
+            "--ca", str(tmp_path / "ca.crt"), "--max-tokens", "4",
+        ]  # fmt: skip
+        shown = {"HETERO_CLIENT_CERT_FILE": tmp_path / "alice.crt", "HETERO_CLIENT_KEY_FILE": tmp_path / "alice.key"}
+        for certificate, exit_code in ((shown, 0), ({}, 1)):
+            environment = {**os.environ, **{name: str(path) for name, path in certificate.items()}}
+            done = subprocess.run(
+                command, cwd=REPOSITORY, env=environment, input="Hello\n", capture_output=True, text=True, check=False
+            )
+            assert done.returncode == exit_code, done.stderr
+            assert bool(done.stdout.strip()) == (exit_code == 0)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from hetero_client import Completion, Delta, SamplingParams
+from tests.support.draft_models import without_layers
 from tests.support.local_group import LocalGroupProcess, write_manifest
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -30,9 +31,16 @@ ASKED: Sequence[tuple[str, SamplingParams]] = (
 )
 
 
-def group(folder: Path, kind: str, **more: Any) -> LocalGroupProcess:
+@pytest.fixture(scope="module")
+def smaller(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model without most of its layers."""
+    return without_layers(smollm2, tmp_path_factory.mktemp("smaller"), number=22)
+
+
+def group(folder: Path, kind: str, *, draft: Path | None = None, **more: Any) -> LocalGroupProcess:
+    speculative = {"kind": kind, **({} if draft is None else {"draft": {"uri": f"file://{draft}"}})}
     manifest = write_manifest(
-        folder, model=more.pop("model"), name=kind.lower(), engine={"speculative": {"kind": kind}}, **more
+        folder, model=more.pop("model"), name=kind.lower(), engine={"speculative": speculative}, **more
     )
     return LocalGroupProcess(manifest, home=folder / kind)
 
@@ -55,24 +63,34 @@ def answers(running: LocalGroupProcess) -> list[object]:
     return alone
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("NGram", "Tensor"), ("Auto", "Layer")])
-def test_text_is_what_it_is_without_proposals(smollm2: Path, tmp_path: Path, kind: str, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "mode", "drafts"),
+    [("NGram", "Tensor", False), ("Auto", "Layer", False), ("Draft", "Tensor", True), ("Auto", "Layer", True)],
+)
+def test_text_is_what_it_is_without_proposals(
+    smollm2: Path, smaller: Path, tmp_path: Path, kind: str, mode: str, drafts: bool
+) -> None:
     with group(tmp_path, "None", model=smollm2, mode=mode) as plain:
         expected = answers(plain)
-    with group(tmp_path, kind, model=smollm2, mode=mode) as running:
+    with group(tmp_path, kind, model=smollm2, mode=mode, draft=smaller if drafts else None) as running:
         assert answers(running) == expected
         with running.admin() as admin:
-            assert admin.topology().speculation.startswith(f"{kind}, ")
-            if kind == "NGram":
+            assert admin.topology().speculation.startswith(kind)
+            if kind != "Auto":
                 assert "proposed tokens accepted" in admin.topology().speculation
 
 
-def test_a_stream_with_proposals_survives_a_killed_rank(smollm2: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "victim_is"), [("NGram", "cpu-1"), ("Draft", "cpu-0")])
+def test_a_stream_with_proposals_survives_a_killed_rank(
+    smollm2: Path, smaller: Path, tmp_path: Path, kind: str, victim_is: str
+) -> None:
+    """Rank 0's successor reads the draft model, too."""
     sampling = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
-    with group(tmp_path, "NGram", model=smollm2) as running, running.client() as client:
+    draft = smaller if kind == "Draft" else None
+    with group(tmp_path, kind, model=smollm2, draft=draft) as running, running.client() as client:
         expected = client.generate_text(LINE * 4, sampling=sampling)
         tokens: list[int] = []
-        victim: int | None = running.record.processes["cpu-1"]
+        victim: int | None = running.record.processes[victim_is]
         for event in client.generate(LINE * 4, sampling=sampling, cache_salt="again", resume_timeout_s=0):
             if isinstance(event, Delta):
                 tokens += event.token_ids

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,8 @@ from tests.support.kube.client import Object
 # As a user comes to them; a module that ends with an empty cluster stands before those that need one.
 ORDER = (
     "test_images",
+    "test_replicas",  # on nodes of its own, which are gone when the others' are made
+    "test_upgrading",
     "test_janitor",
     "test_harness",
     "test_installing",
@@ -66,9 +68,17 @@ def site(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Iterator[Si
 @pytest.fixture(scope="session")
 def operator(site: Site) -> Iterator[str]:
     """`helm install` of the chart; the name of the operator's Deployment, which is available."""
+    with install_operator(site) as name:
+        yield name
+
+
+@contextmanager
+def install_operator(site: Site, chart: str | Path = CHART, *options: str) -> Iterator[str]:
+    """`helm install` of a chart; the name of the operator's Deployment, which is available."""
     site.helm.run(
-        "install", RELEASE, CHART, f"--namespace={SYSTEM}", "--create-namespace", values=dict(site.chart_values)
-    )
+        "install", RELEASE, chart, f"--namespace={SYSTEM}", "--create-namespace", *options,
+        values=dict(site.chart_values),
+    )  # fmt: skip
     (deployment,) = site.client.list_all("Deployment", SYSTEM)
     name = deployment["metadata"]["name"]
     with ExitStack() as stack:

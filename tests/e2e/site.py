@@ -20,7 +20,7 @@ import os
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,8 +106,7 @@ class Site:
 @contextmanager
 def open_site(environment: Mapping[str, str], folder: Path, model: Path) -> Iterator[Site]:
     """The site that the environment asks for; one of our own is gone afterwards."""
-    artifacts = Path(environment.get("HETERO_E2E_ARTIFACTS") or folder / "artifacts")
-    artifacts.mkdir(parents=True, exist_ok=True)
+    artifacts = artifacts_folder(environment, folder)
     if environment.get("KUBECONFIG"):
         with _foreign(environment, folder, artifacts, model) as site:
             yield site
@@ -135,12 +134,25 @@ def _foreign(environment: Mapping[str, str], folder: Path, artifacts: Path, mode
 @contextmanager
 def _own(environment: Mapping[str, str], folder: Path, artifacts: Path, model: Path) -> Iterator[Site]:
     archives = image_archives(environment)
+    images = {"node-1": list(archives.values()), "node-2": [archives[whole_image_name(CPU_WORKER)]]}
+    with own_nodes(environment, folder, model, plans=node_plans(), images=images, artifacts=artifacts) as site:
+        yield site
+
+
+@contextmanager
+def own_nodes(
+    environment: Mapping[str, str],
+    folder: Path,
+    model: Path,
+    *,
+    plans: Sequence[NodePlan],
+    images: Mapping[str, Sequence[Path]],
+    artifacts: Path | None = None,
+) -> Iterator[Site]:
+    """Nodes on this machine, each with images from archives; gone afterwards."""
+    artifacts = artifacts or artifacts_folder(environment, folder)
     real = RealCluster(
-        node_plans(),
-        images={"node-1": list(archives.values()), "node-2": [archives[whole_image_name(CPU_WORKER)]]},
-        logs=artifacts / "logs",
-        binaries=find_binaries(nodes=True),
-        programs=find_node_programs(),
+        plans, images=images, logs=artifacts / "logs", binaries=find_binaries(nodes=True), programs=find_node_programs()
     )
     with real, real.cluster.client() as client:
         kubeconfig = real.cluster.admin_kubeconfig
@@ -155,8 +167,15 @@ def _own(environment: Mapping[str, str], folder: Path, artifacts: Path, model: P
             environment,
             real.nodes,
             real,
-            frozenset(archives),
+            frozenset(image_name(archive) for archives in images.values() for archive in archives),
         )
+
+
+def artifacts_folder(environment: Mapping[str, str], folder: Path) -> Path:
+    """Where logs and outputs are kept: as the environment says, or in a test's own folder."""
+    artifacts = Path(environment.get("HETERO_E2E_ARTIFACTS") or folder / "artifacts")
+    artifacts.mkdir(parents=True, exist_ok=True)
+    return artifacts
 
 
 def node_plans() -> list[NodePlan]:
@@ -169,11 +188,12 @@ def node_plans() -> list[NodePlan]:
     return [NodePlan("node-1"), NodePlan("node-2", reserved_cores=last, taints=[f"{RANKS_ONLY}=true:NoSchedule"])]
 
 
-def image_archives(environment: Mapping[str, str]) -> dict[str, Path]:
-    """The images that were built, by their whole names. Fails, saying how, when one that all need is missing."""
+def image_archives(environment: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, Path]:
+    """The images that were built, by their whole names. Fails, saying how, when one that all need, or of `more`, is
+    missing."""
     folder = environment.get("HETERO_E2E_IMAGES")
     found = {image_name(path): path for path in sorted(Path(folder).glob("*.tar"))} if folder else {}
-    missing = [name for name in map(whole_image_name, CPU_IMAGES) if name not in found]
+    missing = [name for name in map(whole_image_name, (*CPU_IMAGES, *more)) if name not in found]
     assert not missing, f"HETERO_E2E_IMAGES is {folder!r} and holds no {', '.join(missing)}: run `make test-e2e`"
     return found
 

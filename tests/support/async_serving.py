@@ -25,7 +25,7 @@ from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.distributed.staging import StreamStaging
 from hetero_worker.layers.sampler import SampleTokens, sample_tokens
 from hetero_worker.memory.streams import HOST
-from hetero_worker.runners.async_steps import AsyncSteps
+from hetero_worker.process.async_steps import AsyncSteps
 from hetero_worker.runners.base import LoadRequest, StepOutput
 from hetero_worker.runners.plan_runner import PlanRunner
 from hetero_worker.sampling.base import ShardSampler

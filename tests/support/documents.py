@@ -15,6 +15,11 @@ _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _HEADING = re.compile(r"^(#+) (.+)$", re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _SEPARATORS = frozenset({"|", "||", "&&", "&", ";", "(", ")", ">", "<"})
+_NEEDS = re.compile(r"<!-- needs: (.+) -->")
+_REDIRECTION = re.compile(r"\s(>>?|<)\s*\S+")
+_SHELLS = ("sh", "console", "bash")
+_PROGRAMS = frozenset(("apt-get", "cosign", "curl", "helm", "hetero", "kind", "kubectl", "make", "python"))
+"""Programs whose calls count in lines that are indented as code."""
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*")
 
 
@@ -55,6 +60,40 @@ def commands(page: Path, program: str) -> list[list[str]]:
     lines = [line for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines()]
     lines += [line.strip() for line in _prose(page).replace("\\\n", " ").splitlines() if line.startswith("    ")]
     return [words[1:] for line in lines for words in _calls(line) if words[0] == program]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A program that a page calls in a block of commands."""
+
+    words: tuple[str, ...]
+    needs: str
+    """Hardware or service that the page says it needs, in the comment before its block; empty: none."""
+
+    @property
+    def text(self) -> str:
+        """The words, as a shell takes them."""
+        return shlex.join(self.words)
+
+
+def shown_calls(page: Path) -> list[Call]:
+    """All calls of the page: each of its shell blocks, and of lines that are indented as code those of our programs."""
+    found, needs, fence, indented = [], "", "", False
+    for line in page.read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
+        if mark := _NEEDS.fullmatch(line):
+            needs = mark[1]
+        elif line.startswith("```"):
+            fence = "" if fence else line.removeprefix("```") or "text"
+            needs = needs if fence else ""
+        elif fence in _SHELLS:
+            found += [Call(tuple(words), needs) for words in _calls(_REDIRECTION.sub("", line.removeprefix("$ ")))]
+        elif not fence and line.startswith("    "):
+            calls = (Call(tuple(words), needs) for words in _calls(_REDIRECTION.sub("", line.strip())))
+            found += [call for call in calls if call.words[0] in _PROGRAMS]
+            indented = True
+        elif indented and line.strip():
+            needs, indented = "", False
+    return found
 
 
 def _prose(page: Path) -> str:

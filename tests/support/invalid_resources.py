@@ -417,6 +417,24 @@ def _by_rules_of_the_rest() -> list[InvalidResource]:
     taint = "spec/pools/0/scheduling/tolerations"
     cases: list[tuple[str, dict[str, Any], str, str]] = [
         (
+            "drafts-of-nothing",
+            {"spec/engine/speculative": {"kind": "Draft"}},
+            "spec.engine.speculative.draft",
+            "is what kind Draft proposes with; give it the uri of a smaller model of the same tokenizer",
+        ),
+        (
+            "draft-model-of-n-grams",
+            {"spec/engine/speculative": {"kind": "NGram", "draft": {"uri": "hf://org/small"}}},
+            "spec.engine.speculative.draft",
+            "is for the kinds Draft and Auto; leave it out",
+        ),
+        (
+            "relative-draft",
+            {"spec/engine/speculative": {"kind": "Auto", "draft": {"uri": "file://small"}}},
+            "spec.engine.speculative.draft.uri",
+            "must be written as file:///PATH, an absolute path on the node",
+        ),
+        (
             "too-few-shares",
             {"spec/placement/shares": {"mlp": [8, 8, 1]}},
             "spec.placement.shares.mlp",

@@ -24,6 +24,7 @@ from hetero_worker.distributed.exchange import Exchange, HostExchange
 from hetero_worker.layers.sampler import SampledRows, SampleTokens, gather_logits, sample_tokens
 from hetero_worker.memory.streams import HOST
 from hetero_worker.runners.base import LoadRequest, SampledToken, StepOutput
+from hetero_worker.runners.draft import DraftModel
 from hetero_worker.runners.plan_runner import PlanRunner
 from hetero_worker.sampling.base import ShardSampler, StartedDraws
 from hetero_worker.sampling.request import SamplingRow
@@ -108,19 +109,25 @@ class RankGroup:
         make_exchanges: MakeExchanges | None = None,
         on_top: Callable[[HostExchange], Exchange] = lambda host: host,
         keeps_logits: bool = True,
+        draft: Path | None = None,
     ) -> None:
         """`make_graphs`: of the pseudo GPUs; None: they have none. `native`: host cores compute by native kernels;
         else by torch's. `recorded`: decode steps on host cores are recorded where they can be. `make_exchanges` None:
         in Python. `on_top`: what a rank uses of its host exchange.
-        `keeps_logits`: a recorder is asked for all draws; else the runners draw as they do when they serve."""
+        `keeps_logits`: a recorder is asked for all draws; else the runners draw as they do when they serve. `draft`: a
+        draft model, which rank 0 loads too."""
         config = ModelConfig.from_directory(directory).quantized(quantization)
         self.plan = shares.plan_for(config)
         self.recorders = [LogitsRecorder() for _ in self.plan.ranks]
         host = partial(cpu_backend, records=recorded) if native else partial(TorchReference, "no native kernels")
         samplers: list[SampleTokens] = [recorder if keeps_logits else sample_tokens for recorder in self.recorders]
+        backends = [
+            PseudoGpu(rank, make_graphs=make_graphs) if rank < num_gpu_ranks else host()
+            for rank in range(self.plan.world_size)
+        ]
         self.runners = [
-            PlanRunner(PseudoGpu(rank, make_graphs=make_graphs) if rank < num_gpu_ranks else host(), sample=sampler)
-            for rank, sampler in enumerate(samplers)
+            PlanRunner(backend, sample=sampler, draft=DraftModel(backend, draft) if draft is not None else None)
+            for backend, sampler in zip(backends, samplers, strict=True)
         ]
         self.requests = [
             LoadRequest(
@@ -139,6 +146,7 @@ class RankGroup:
                 expert_deferral=expert_deferral,
                 max_adapters=max_adapters,
                 max_adapter_rank=16,
+                has_draft=draft is not None,
                 num_gpu_ranks=num_gpu_ranks or None,
             )
             for rank in range(self.plan.world_size)

@@ -145,6 +145,10 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "engine.adapters.overHttp": {"engine.adapters.overHttp": True},
     "engine.speculative.kind": {"engine.speculative.kind": "NGram"},
+    "engine.speculative.draft.uri": {
+        "engine.speculative.kind": "Draft",
+        "engine.speculative.draft.uri": "file:///models/small",
+    },
     "engine.speculative.maxTokens": {"engine.speculative.maxTokens": 4},
     "engine.expertDeferral": {"engine.expertDeferral": 2},
     "gateway.service.type": {"gateway.service.type": "NodePort"},

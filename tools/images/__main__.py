@@ -23,6 +23,8 @@ from tools.images.settings import Settings
 from tools.images.sizes import BASE_LABEL, ImageSize, describe, growth_problems, measure, read_record, write_record
 
 SBOM_SUFFIX: Final = ".cdx.json"
+SUMS: Final = "SHA256SUMS"
+_SUMMED: Final = ("*.tar", f"*{SBOM_SUFFIX}", "*.whl", "*.tar.gz", "*.tgz", "CHANGELOG-*.md")
 
 
 def build(settings: Settings, builder: Builder) -> None:
@@ -75,12 +77,24 @@ def save(builder: Builder, named: NamedImage, folder: Path, *, created: int) -> 
 
 
 def write_sums(folder: Path) -> None:
-    """Write SHA256SUMS of a folder's archives and bills of materials, which `sha256sum -c` reads: what is signed."""
-    lines = []
-    for path in sorted([*folder.glob("*.tar"), *folder.glob(f"*{SBOM_SUFFIX}")]):
-        with path.open("rb") as file:
-            lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n")
-    (folder / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")
+    """Write SHA256SUMS of what is in a folder to be released, which `sha256sum -c` reads: what is signed."""
+    paths = sorted(path for pattern in _SUMMED for path in folder.glob(pattern))
+    (folder / SUMS).write_text("".join(f"{_sha256(path)}  {path.name}\n" for path in paths), encoding="utf-8")
+
+
+def check_sums(folder: Path) -> None:
+    """Raises ImageError where a file is not what SHA256SUMS says, or there is no such list."""
+    if not (folder / SUMS).exists():
+        raise ImageError(f"there is no {folder / SUMS}: nothing was built there")
+    for line in (folder / SUMS).read_text(encoding="utf-8").splitlines():
+        digest, _, name = line.partition("  ")
+        if _sha256(folder / name) != digest:
+            raise ImageError(f"{folder / name} is not what {SUMS} says: build it again")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_sizes(settings: Settings, builder: Builder, *, record: bool) -> int:

@@ -43,6 +43,16 @@ class StepTimesView:
 
 
 @dataclass(frozen=True, slots=True)
+class ProgressView:
+    """How far a rank's long work has come. `unit` is "B" for bytes, else a noun in the plural."""
+
+    work: str
+    done: int
+    total: int
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
 class RankView:
     """One rank as the gateway sees it.
 
@@ -89,6 +99,8 @@ class RankView:
     """Weights that the decode steps read, by the placement's arithmetic; 0: not predicted."""
     memory_bandwidth: float = 0.0
     """Measured while all ranks read at once, bytes a second; 0: not measured."""
+    progress: ProgressView | None = None
+    """Long work that it does; None: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,6 +410,7 @@ def _rank(message: admin_pb2.RankStatus) -> RankView:
         stage=_stage(layers) if layers else None,
         decode=dataclass_from(StepTimesView, message.decode),
         prefill=dataclass_from(StepTimesView, message.prefill),
+        progress=dataclass_from(ProgressView, message.progress) if message.HasField("progress") else None,
     )
 
 

@@ -25,6 +25,8 @@ class Bounds:
     """spec.engine.enforceEager: GPU ranks make no graphs, and need no memory for them."""
     expert_deferral: int = 0
     """spec.engine.expertDeferral."""
+    draft: ModelConfig | None = None
+    """Draft model, whole on rank 0; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,8 @@ class Decision:
     reason: str
 
 
-def bounds_of(spec: HeteroInferenceSpec, config: ModelConfig) -> Bounds:
-    """Return the engine's bounds under the spec."""
+def bounds_of(spec: HeteroInferenceSpec, config: ModelConfig, draft: ModelConfig | None = None) -> Bounds:
+    """Return the engine's bounds under the spec, with the draft model that it names."""
     return Bounds(
         max_model_len=spec.model.max_model_len or config.max_position,
         max_num_batched_tokens=spec.engine.max_num_batched_tokens,
@@ -94,6 +96,7 @@ def bounds_of(spec: HeteroInferenceSpec, config: ModelConfig) -> Bounds:
         kv_cache_dtype=spec.kv_cache_dtype_in_force,
         enforce_eager=spec.engine.enforce_eager,
         expert_deferral=spec.engine.expert_deferral,
+        draft=draft,
     )
 
 

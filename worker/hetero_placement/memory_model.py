@@ -93,6 +93,7 @@ class MemoryModel:
             () if bounds.enforce_eager else graph_sizes(min(bounds.max_num_seqs, limits.max_num_batched_tokens))
         )
         self._num_hosts = len(hardware.ranks) - hardware.num_gpu_ranks
+        self._draft = None if bounds.draft is None else replace(self._memory, config=bounds.draft)
         self._units: dict[tuple[bool, frozenset[int]], UnitBytes] = {}
         self._beside: dict[tuple[int, ...], float] = {}
 
@@ -133,6 +134,21 @@ class MemoryModel:
         return memory.weight_parts(shard, packs_head=not self._is_gpu(rank))
 
     def _taken(self, rank: int, shard: RankShard) -> Need:
+        own = self._taken_by_shard(rank, shard)
+        if self._draft is None or rank != 0:
+            return own
+        draft, whole, is_gpu = self._draft, ShardPlan.whole(self._draft.config).ranks[0], self._is_gpu(rank)
+        weights = replace(draft, weight_bits=self.hardware.ranks[rank].weight_bits)
+        cached = self._tokens if self._bounds.kv_cache_bytes is None else 0  # else a part of these bytes
+        return replace(
+            own,
+            weights=own.weights + weights.weight_parts(whole, packs_head=not is_gpu).total,
+            cache=own.cache + cached * draft.kv_cost(whole).cache_bytes,
+            workspace=own.workspace + draft.workspace_bytes(whole),
+            graphs=own.graphs + (GraphMemory.of(draft, whole, self._sizes, num_host_ranks=0).total if is_gpu else 0),
+        )
+
+    def _taken_by_shard(self, rank: int, shard: RankShard) -> Need:
         memory, is_gpu, hardware = self._memory, self._is_gpu(rank), self.hardware.ranks[rank]
         assumed = ASSUMED_GPU_RUNTIME_BYTES if is_gpu else RUNTIME_BYTES
         measured = hardware.runtime_bytes + RUNTIME_GROWTH_BYTES if is_gpu else hardware.runtime_bytes
@@ -151,7 +167,7 @@ class MemoryModel:
         """Blocks that the KV cache of a plan that fits has at least, the null block included, as many as sequences can
         fill at most. 0 where a rank has no room for one."""
         most = self._bounds.max_num_seqs * self._blocks_of_longest + 1
-        holders = [(rank, shard) for rank, shard in enumerate(plan.ranks) if self._memory.kv_cost(shard).cache_bytes]
+        holders = [(rank, shard) for rank, shard in enumerate(plan.ranks) if self._kv_cost(rank, shard).cache_bytes]
         return min([most, *(self._blocks_on(rank, shard) for rank, shard in holders)])
 
     def problem(self, plan: ShardPlan) -> str:
@@ -184,7 +200,7 @@ class MemoryModel:
 
     def _blocks_on(self, rank: int, shard: RankShard) -> int:
         """Return the blocks that the rank has room for."""
-        cost = self._memory.kv_cost(shard)
+        cost = self._kv_cost(rank, shard)
         need = self.need(rank, shard)
         taken = need.without_cache - need.states + self._memory.state_bytes(shard)
         left = self.hardware.ranks[rank].memory_bytes - taken
@@ -192,6 +208,14 @@ class MemoryModel:
         left = max(0, left) - (max(0, left) // SNAPSHOT_PART if self._memory.snapshot_bytes(shard) else 0)
         room = cost.cache_of(left) if asked is None else asked
         return room // (cost.cache_bytes * self._bounds.block_size)
+
+    def _kv_cost(self, rank: int, shard: RankShard) -> KvCost:
+        """Return the cost of a token position, in the draft model's cache too."""
+        cost = self._memory.kv_cost(shard)
+        if self._draft is None or rank != 0:
+            return cost
+        drafted = self._draft.kv_cost(ShardPlan.whole(self._draft.config).ranks[0]).cache_bytes
+        return replace(cost, cache_bytes=cost.cache_bytes + drafted)
 
     def _cache(self, cost: KvCost) -> int:
         """With what decoding takes for each cached token."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from hetero_api.errors import PlanError
@@ -22,9 +22,11 @@ from hetero_placement.decision import Bounds, Option
 from hetero_placement.hardware import Hardware
 from hetero_placement.memory_model import MemoryModel
 from hetero_placement.shard_plans import deal_layers, deal_within_layers
-from hetero_placement.steps import LOADS, Load
+from hetero_placement.steps import LOADS, Load, decode_step
 
 POINTS: Final = 81
+MOST_PROPOSED: Final = 16
+"""Longest proposals, as spec.engine.speculative.maxTokens allows them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,55 @@ def rates_by_load(
         (option, tuple(model.tokens_per_s(option.made, load, bounds) for load in loads)) for option in planned
     )
     return LoadRates(loads, rates, hardware.ranks_of(PoolType.GPU))
+
+
+@dataclass(frozen=True, slots=True)
+class ProposedRate:
+    """Predicted tokens/s with proposals of the length that promises most, from one source."""
+
+    source: str
+    length: int
+    """0: any would be slower than none."""
+    tokens_per_s: float
+    plain_tokens_per_s: float
+
+
+def rates_with_proposals(
+    config: ModelConfig,
+    hardware: Hardware,
+    plan: ShardPlan,
+    *,
+    dtype: str,
+    workload: WorkloadSpec,
+    bounds: Bounds,
+    acceptance: float,
+) -> tuple[ProposedRate, ...]:
+    """Predict the workload's decoding where a proposed token is right with the chance `acceptance`, by source.
+
+    A proposal of k tokens brings 1 + a + ... + a^k. Its step has k rows more a request, and the draft model, which rank
+    0 computes while the others wait, takes k steps of its own; these are taken to be bound by memory.
+    """
+    hardware = hardware.levelled()
+    model, batch = CostModel(config, hardware, dtype=dtype), min(workload.concurrency, bounds.max_num_seqs)
+    sources = {"n-grams": 0.0}
+    if bounds.draft is not None:
+        first = hardware.ranks[0]
+        alone = replace(first, speeds=replace(first.speeds.alone, costs=()))
+        drafting = CostModel(bounds.draft, Hardware((alone,)), dtype=dtype)
+        whole = ShardPlan.whole(bounds.draft)
+        sources["the draft model"] = drafting.decode_step_s(whole, batch=batch, context=workload.decode_context)
+
+    def rate(length: int, draft_s: float) -> float:
+        rows = decode_step(batch * (1 + length), workload.decode_context)
+        tokens = batch * sum(acceptance**i for i in range(length + 1))
+        return tokens / (model.step_s(plan, rows) + length * draft_s)
+
+    most = min(MOST_PROPOSED, bounds.max_num_seqs // batch - 1)
+    found = []
+    for source, draft_s in sources.items():
+        best = max(range(most + 1), key=lambda length: rate(length, draft_s))
+        found.append(ProposedRate(source, best, rate(best, draft_s), rate(0, 0.0)))
+    return tuple(found)
 
 
 def sweep(

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 from hetero_api.spec import GatewaySpec, HeteroInferenceSpec
 from hetero_api.spec_pools import PoolSpec
-from hetero_operator.reconcile.manifests.model_volumes import IMAGE, NODE, parse_model_uri
+from hetero_operator.reconcile.manifests.model_volumes import IMAGE, NODE, model_uris
 from hetero_operator.reconcile.manifests.optional_kinds import rank_scheduler
 from hetero_operator.reconcile.model import Policy, RenderOptions
 
@@ -115,15 +115,16 @@ def _names_in(patch: Any, path: str) -> Iterator[Use]:
 
 
 def _folders(spec: HeteroInferenceSpec) -> Iterator[Use]:
-    uri = parse_model_uri(spec.model.uri)
-    yield Use(_FOLDERS, "spec.model.uri", uri.path if uri.scheme == NODE else None)
+    for path, uri in model_uris(spec).items():
+        yield Use(_FOLDERS, path, uri.path if uri.scheme == NODE else None)
     yield Use(_FOLDERS, "spec.model.cache.hostPath", spec.model.cache.host_path)
     yield Use(_FOLDERS, "spec.exchange.hostPath", spec.exchange.host_path)
 
 
 def _images(spec: HeteroInferenceSpec) -> Iterator[Use]:
-    uri, images, setting = parse_model_uri(spec.model.uri), spec.images, "allowed_images"
-    yield Use(setting, "spec.model.uri", uri.source if uri.scheme == IMAGE else None)
+    images, setting = spec.images, "allowed_images"
+    for path, uri in model_uris(spec).items():
+        yield Use(setting, path, uri.source if uri.scheme == IMAGE else None)
     yield Use(setting, "spec.images.gpuWorker", images.gpu_worker)
     yield Use(setting, "spec.images.cpuWorker", images.cpu_worker)
     yield Use(setting, "spec.images.gateway", images.gateway)

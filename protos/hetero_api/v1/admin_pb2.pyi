@@ -747,6 +747,7 @@ class RankStatus(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_READ_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_BANDWIDTH_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     joined: _builtins.bool
     """Whether its stream is open."""
     weight_bytes: _builtins.int
@@ -799,6 +800,10 @@ class RankStatus(_message.Message):
     def prefill(self) -> _ranks_pb2.StepTimes:
         """This epoch's other steps."""
 
+    @_builtins.property
+    def progress(self) -> _ranks_pb2.Progress:
+        """The long work that it does, as its last heartbeat has it; absent while it does none."""
+
     def __init__(
         self,
         *,
@@ -819,10 +824,11 @@ class RankStatus(_message.Message):
         prefill: _ranks_pb2.StepTimes | None = ...,
         decode_read_bytes: _builtins.float = ...,
         memory_bandwidth: _builtins.float = ...,
+        progress: _ranks_pb2.Progress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "decode", b"decode", "local_memory_percent", b"local_memory_percent", "place", b"place", "prefill", b"prefill", "shard", b"shard"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "decode", b"decode", "local_memory_percent", b"local_memory_percent", "place", b"place", "prefill", b"prefill", "progress", b"progress", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "decode", b"decode", "decode_read_bytes", b"decode_read_bytes", "graph_bytes", b"graph_bytes", "graph_reserve_bytes", b"graph_reserve_bytes", "joined", b"joined", "kernels", b"kernels", "kv_bytes", b"kv_bytes", "load_s", b"load_s", "local_memory_percent", b"local_memory_percent", "memory_bandwidth", b"memory_bandwidth", "pin_message", b"pin_message", "place", b"place", "prefill", b"prefill", "shard", b"shard", "weight_bytes", b"weight_bytes", "weight_formats", b"weight_formats", "weight_notes", b"weight_notes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent", "decode", b"decode", "decode_read_bytes", b"decode_read_bytes", "graph_bytes", b"graph_bytes", "graph_reserve_bytes", b"graph_reserve_bytes", "joined", b"joined", "kernels", b"kernels", "kv_bytes", b"kv_bytes", "load_s", b"load_s", "local_memory_percent", b"local_memory_percent", "memory_bandwidth", b"memory_bandwidth", "pin_message", b"pin_message", "place", b"place", "prefill", b"prefill", "progress", b"progress", "shard", b"shard", "weight_bytes", b"weight_bytes", "weight_formats", b"weight_formats", "weight_notes", b"weight_notes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__local_memory_percent: _TypeAlias = _typing.Literal["local_memory_percent"]  # noqa: Y015
     _WhichOneofArgType__local_memory_percent: _TypeAlias = _typing.Literal["_local_memory_percent", b"_local_memory_percent"]  # noqa: Y015

@@ -1066,6 +1066,7 @@ class LoadModel(_message.Message):
     EXPERT_DEFERRAL_FIELD_NUMBER: _builtins.int
     MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
     MAX_ADAPTER_RANK_FIELD_NUMBER: _builtins.int
+    HAS_DRAFT_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """Arithmetic type, "float32" or "bfloat16"."""
     max_model_len: _builtins.int
@@ -1090,6 +1091,8 @@ class LoadModel(_message.Message):
     """Adapters that may be loaded at once: memory is kept for them. 0: none can be loaded."""
     max_adapter_rank: _builtins.int
     """Largest rank of an adapter; at least 1 where max_adapters is."""
+    has_draft: _builtins.bool
+    """Whether rank 0 also loads the draft model that it was started with (engine.speculative.draft)."""
     @_builtins.property
     def shard_plan(self) -> Global___ShardPlan:
         """Who owns what."""
@@ -1114,10 +1117,11 @@ class LoadModel(_message.Message):
         expert_deferral: _builtins.int = ...,
         max_adapters: _builtins.int = ...,
         max_adapter_rank: _builtins.int = ...,
+        has_draft: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "cache_size_is_given", b"cache_size_is_given", "device_memory_utilization", b"device_memory_utilization", "dtype", b"dtype", "enforce_eager", b"enforce_eager", "expert_deferral", b"expert_deferral", "kv_cache_dtype", b"kv_cache_dtype", "max_adapter_rank", b"max_adapter_rank", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "plan_key", b"plan_key", "quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "cache_size_is_given", b"cache_size_is_given", "device_memory_utilization", b"device_memory_utilization", "dtype", b"dtype", "enforce_eager", b"enforce_eager", "expert_deferral", b"expert_deferral", "has_draft", b"has_draft", "kv_cache_dtype", b"kv_cache_dtype", "max_adapter_rank", b"max_adapter_rank", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "plan_key", b"plan_key", "quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1525,10 +1529,14 @@ class StepPlan(_message.Message):
     COMMAND_FIELD_NUMBER: _builtins.int
     PROPOSALS_FIELD_NUMBER: _builtins.int
     TRACED_FIELD_NUMBER: _builtins.int
+    DRAFT_SLOTS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """The step."""
     traced: _builtins.bool
     """Whether every rank sends a StepTrace of it."""
+    num_drafts: _builtins.int
+    """... and how many tokens at most; it proposes fewer where the slot has blocks for fewer."""
     @_builtins.property
     def released_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Slots whose state is dropped, before anything else."""
@@ -1569,6 +1577,10 @@ class StepPlan(_message.Message):
         max_num_seqs, and tokens, these included, at most max_num_batched_tokens. Blocks for all of them are there.
         """
 
+    @_builtins.property
+    def draft_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Some of the decode_slots, for which rank 0's draft model is to propose what follows the tokens that this step gives ..."""
+
     def __init__(
         self,
         *,
@@ -1583,10 +1595,12 @@ class StepPlan(_message.Message):
         command: Global___GroupCommand | None = ...,
         proposals: _abc.Iterable[Global___Proposal] | None = ...,
         traced: _builtins.bool = ...,
+        draft_slots: _abc.Iterable[_builtins.int] | None = ...,
+        num_drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "block_slots", b"block_slots", "command", b"command", "decode_slots", b"decode_slots", "masked_slots", b"masked_slots", "new_sequences", b"new_sequences", "proposals", b"proposals", "released_slots", b"released_slots", "spans", b"spans", "step_id", b"step_id", "traced", b"traced"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "block_slots", b"block_slots", "command", b"command", "decode_slots", b"decode_slots", "draft_slots", b"draft_slots", "masked_slots", b"masked_slots", "new_sequences", b"new_sequences", "num_drafts", b"num_drafts", "proposals", b"proposals", "released_slots", b"released_slots", "spans", b"spans", "step_id", b"step_id", "traced", b"traced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2114,6 +2128,7 @@ class StepResult(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     COMMAND_REPORT_FIELD_NUMBER: _builtins.int
     POOLED_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """The step."""
     step_s: _builtins.float
@@ -2142,6 +2157,12 @@ class StepResult(_message.Message):
     def pooled(self) -> _containers.RepeatedCompositeFieldContainer[Global___PooledSpan]:
         """For the spans of slots that ask for them (Sampling.pooling), in batch order."""
 
+    @_builtins.property
+    def drafts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Proposal]:
+        """For draft_slots: what the draft model proposes behind the slot's newest token. A slot that it has not caught up with,
+        whose prompt it is still reading, has none.
+        """
+
     def __init__(
         self,
         *,
@@ -2153,10 +2174,11 @@ class StepResult(_message.Message):
         prompt_logprobs: _abc.Iterable[Global___PromptSpanLogprobs] | None = ...,
         command_report: Global___CommandReport | None = ...,
         pooled: _abc.Iterable[Global___PooledSpan] | None = ...,
+        drafts: _abc.Iterable[Global___Proposal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["command_report", b"command_report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command_report", b"command_report", "logprobs", b"logprobs", "pooled", b"pooled", "prompt_logprobs", b"prompt_logprobs", "slots", b"slots", "step_id", b"step_id", "step_s", b"step_s", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command_report", b"command_report", "drafts", b"drafts", "logprobs", b"logprobs", "pooled", b"pooled", "prompt_logprobs", b"prompt_logprobs", "slots", b"slots", "step_id", b"step_id", "step_s", b"step_s", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2172,6 +2194,7 @@ class Heartbeat(_message.Message):
     GRAPH_BYTES_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """The last step that this rank finished."""
     graph_bytes: _builtins.int
@@ -2184,6 +2207,10 @@ class Heartbeat(_message.Message):
     def prefill(self) -> Global___StepTimes:
         """This epoch's other steps, which read prompts; commands do not count."""
 
+    @_builtins.property
+    def progress(self) -> Global___Progress:
+        """The long work that it does; absent while it does none."""
+
     def __init__(
         self,
         *,
@@ -2191,14 +2218,49 @@ class Heartbeat(_message.Message):
         graph_bytes: _builtins.int = ...,
         decode: Global___StepTimes | None = ...,
         prefill: Global___StepTimes | None = ...,
+        progress: Global___Progress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "graph_bytes", b"graph_bytes", "prefill", b"prefill", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "graph_bytes", b"graph_bytes", "prefill", b"prefill", "progress", b"progress", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class Progress(_message.Message):
+    """How far a long work of a rank has come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORK_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    UNIT_FIELD_NUMBER: _builtins.int
+    work: _builtins.str
+    """The work: "measuring" or "reading weights"."""
+    done: _builtins.int
+    """What is done, of `total`, in `unit`."""
+    total: _builtins.int
+    """All of it; more than 0."""
+    unit: _builtins.str
+    """"B" for bytes, else a noun in the plural."""
+    def __init__(
+        self,
+        *,
+        work: _builtins.str = ...,
+        done: _builtins.int = ...,
+        total: _builtins.int = ...,
+        unit: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "total", b"total", "unit", b"unit", "work", b"work"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
 class StepTimes(_message.Message):

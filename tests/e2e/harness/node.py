@@ -100,6 +100,10 @@ class Node:
         self._configure_kubelet(self._files)
         self._components["kubelet"].start()
 
+    def inside(self, *command: str) -> list[str]:
+        """A command line that runs in the node's network, where Services have their addresses."""
+        return self._network.inside(self._namespace, *command)
+
     def log_tails(self) -> str:
         """The ends of all logs."""
         return "\n".join(component.log_tail() for component in self._components.values())

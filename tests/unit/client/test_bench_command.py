@@ -126,7 +126,8 @@ def test_the_grpc_door_counts_the_tokens_of_deltas(tmp_path: Path) -> None:
     gateway = FakeGateway(f"unix:{tmp_path / 'g.sock'}")
     gateway.start()
     try:
-        result = hetero("--prompt-tokens", "7", "--output-tokens", "4", "--json", "--address", gateway.address)
+        sizes = ("--prompt-tokens", "7", "--output-tokens", "4")
+        result = hetero(*sizes, "--rate", "1000", "--json", "--address", gateway.address)
     finally:
         gateway.stop()
     assert result.exit_code == EXIT_OK, result.output

@@ -37,3 +37,12 @@ def test_a_router_has_a_door_where_one_is_asked_for_and_the_next_gateway_has_it_
     assert "--router-port" not in commands.gateway(GatewayPorts.from_addresses({**addresses, "router": ""})).argv
     argv = commands.gateway(GatewayPorts.from_addresses({**addresses, "router": "127.0.0.1:9"})).argv
     assert argv[argv.index("--router-port") + 1] == "9"
+
+
+def test_gateway_and_ranks_are_told_where_the_draft_model_is(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    commands = GroupCommands(Programs(), tmp_path / "m.yaml", tmp_path, run, draft_dir=tmp_path / "small")
+    for argv in (commands.gateway(GatewayPorts(0, 0)).argv, commands.rank(RANK, "127.0.0.1:1").argv):
+        assert argv[argv.index("--draft") + 1] == str(tmp_path / "small")
+    without = GroupCommands(Programs(), tmp_path / "m.yaml", tmp_path, run)
+    assert "--draft" not in without.rank(RANK, "127.0.0.1:1").argv

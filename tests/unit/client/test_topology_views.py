@@ -95,6 +95,35 @@ def test_plain_display_prints_a_line_a_change() -> None:
     assert lines == ["gateway, cpu-0: starting", "gateway: listens on 127.0.0.1:5", "cpu-0: joined", "cpu-0: ready"]
 
 
+def loading(done: int) -> GroupTopology:
+    progress = ranks_pb2.Progress(work="reading weights", done=done, total=4_000_000_000, unit="B")
+    rank = admin_pb2.RankStatus(joined=True, progress=progress)
+    return topology_from(admin_pb2.GetTopologyResponse(state=admin_pb2.GROUP_STATE_LOADING, ranks=[rank]))
+
+
+def test_long_work_of_ranks_is_a_line_each_ten_seconds() -> None:
+    text, now_s = io.StringIO(), 0.0
+    with StartDisplay(Console(file=text, width=100), ("gateway", "cpu-0"), clock=lambda: now_s) as display:
+        for now_s in (0.0, 5.0, 10.0, 12.0, 20.0):
+            display.show(loading(int(now_s * 1e8)))
+    assert text.getvalue().splitlines()[1:] == [
+        "    0.0 s  cpu-0: loading weights",
+        "   10.0 s  cpu-0: reading weights: 1.0 of 4.0 GB · 100 MB/s",
+        "   20.0 s  cpu-0: reading weights: 2.0 of 4.0 GB · 100 MB/s",
+    ]
+
+
+def test_long_work_of_ranks_is_a_bar_on_a_terminal() -> None:
+    text, now_s = io.StringIO(), 0.0
+    console = Console(file=text, width=100, force_terminal=True, legacy_windows=False)
+    with StartDisplay(console, ("gateway", "cpu-0"), clock=lambda: now_s) as display:
+        display.show(loading(0))
+        now_s = 4.0
+        display.show(loading(1_000_000_000))
+    assert "1.0 of 4.0 GB · 250 MB/s" in text.getvalue()
+    assert "━" in text.getvalue()
+
+
 def test_rank_that_has_not_joined_is_shown_under_its_process_name() -> None:
     text = io.StringIO()
     missing = [admin_pb2.RankStatus(place=ranks_pb2.RankPlace(rank=rank, pool="cpu")) for rank in range(2)]

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.unit
 
 CHART = ROOT / "charts/heteroinference"
 HELM_COMMANDS = {"install", "upgrade", "uninstall", "rollback", "test"}
-HELM_OPTIONS = {"--namespace", "--create-namespace", "--set", "--take-ownership"}
+HELM_OPTIONS = {"--version", "--namespace", "--create-namespace", "--set", "--take-ownership"}
 OTHER_KINDS = {"KubeletConfiguration", "Cluster", "PersistentVolume", "PersistentVolumeClaim"}
 
 of_each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)

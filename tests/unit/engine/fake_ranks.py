@@ -138,7 +138,21 @@ class FakeRanks:
         masks_of = {slot: list(islice(given, 1 + len(proposed.get(slot, ())))) for slot in plan.masked_slots}
         for slot in sampling:
             self._sample_along(slot, proposed.get(slot, []), result, masks=masks_of.get(slot, []))
+        self._require(bool(plan.draft_slots) == bool(plan.num_drafts), "drafts have no number, or a number no slots")
+        self._require(set(plan.draft_slots) <= set(plan.decode_slots), "drafts for a slot that does not decode")
+        for slot in plan.draft_slots:
+            if drafts := self._draft(self._slots[slot], plan.num_drafts):
+                result.drafts.add(slot=slot, token_ids=drafts)
         return result
+
+    def _draft(self, slot: _Slot, count: int) -> list[int]:
+        """What follows the slot's tokens, as far as its blocks go; one of five is wrong."""
+        values, drafts = _values(slot.tokens, tenant=slot.sampling.top_k), []
+        for _ in range(min(count, len(slot.blocks) * self._block_size - len(slot.tokens) + 1)):
+            token = _next_token(values, seed=slot.sampling.seed, vocab_size=self._vocab_size)
+            drafts.append(token if values[-1] % 5 else (token + 1) % self._vocab_size)
+            values.append(_digest(values[-1], drafts[-1]))
+        return drafts
 
     def _take_deltas(self, plan: ranks_pb2.StepPlan) -> None:
         for slot in plan.released_slots:

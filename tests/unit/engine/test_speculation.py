@@ -12,9 +12,10 @@ import pytest
 
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.config import EngineConfig, SpeculationConfig
-from hetero_gateway.engine.errors import InvalidRequest
+from hetero_gateway.engine.errors import InvalidRequest, StepMismatch
 from hetero_gateway.engine.request import Completion, Constraint, ConstraintKind, GenerationRequest
 from hetero_gateway.engine.speculation import ngram
+from hetero_gateway.engine.speculation.draft import DraftProposer
 from hetero_gateway.engine.speculation.ngram import NGramIndex, NGramProposer
 from hetero_gateway.engine.speculation.speculator import MOST_COMPLETIONS, Acceptance, Speculator
 from hetero_gateway.engine.step import DecodeView, ScheduledStep
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.unit
 
 EOS = 0
 PROPOSING = SpeculationConfig(max_tokens=6)
+DRAFTING = SpeculationConfig(max_tokens=6, drafts=True)
 
 
 def config(speculation: SpeculationConfig | None = None, **more: Any) -> EngineConfig:
@@ -109,6 +111,16 @@ async def test_streams_are_those_without_proposals(rate: float, kill: bool) -> N
     assert stats.generated_tokens == sum(len(tokens) for each in expected for tokens in each.tokens.values())
 
 
+@pytest.mark.parametrize("kill", [False, True], ids=["", "a rank dies"])
+async def test_streams_are_those_without_drafts(kill: bool) -> None:
+    expected, _ = await answers(await requests(), config(max_num_seqs=12))
+    found, it = await answers(await requests(), config(DRAFTING, max_num_seqs=12), kill=kill)
+    assert [*map(told, found)] == [*map(told, expected)]
+    stats = it.core.stats()
+    assert 0 < stats.accepted_tokens < stats.proposed_tokens
+    assert it.core.speculation.startswith("Draft, ")
+
+
 async def test_a_stop_string_within_a_proposal_ends_the_text_and_the_count_there() -> None:
     free = generation("free", [5, 6, 7], max_tokens=30, ignore_eos=True)
     ((plain,), _) = await answers([free], config())
@@ -121,9 +133,11 @@ async def test_a_stop_string_within_a_proposal_ends_the_text_and_the_count_there
         assert it.core.stats().generated_tokens == found[0].finished.usage.completion_tokens
 
 
-def test_too_few_blocks_preempt_and_change_no_token() -> None:
-    settings = engine_config(block_size=3, max_num_batched_tokens=8, max_num_seqs=4, speculation=PROPOSING)
-    bench = Bench(settings, num_blocks=11, proposer=fake_oracle(rate=0.9, vocab_size=settings.vocab_size))
+@pytest.mark.parametrize("speculation", [PROPOSING, DRAFTING], ids=["an oracle", "a draft model"])
+def test_too_few_blocks_preempt_and_change_no_token(speculation: SpeculationConfig) -> None:
+    settings = engine_config(block_size=3, max_num_batched_tokens=8, max_num_seqs=4, speculation=speculation)
+    oracle = None if speculation.drafts else fake_oracle(rate=0.9, vocab_size=settings.vocab_size)
+    bench = Bench(settings, num_blocks=11, proposer=oracle)
     plain = Bench(engine_config(block_size=3, max_num_batched_tokens=8, max_num_seqs=4), num_blocks=11)
     for each in (bench, plain):
         for index in range(8):
@@ -349,6 +363,91 @@ def test_many_completions_are_left_alone() -> None:
     many = [completion_of([1, 2, 3, 4] * 9, num_prompt=4) for _ in range(MOST_COMPLETIONS + 1)]
     assert not speculator.proposals(many, most=100)
     assert speculator.proposals(many[:-1], most=100)
+
+
+class Drafted(Timed):
+    """The same with a draft model, whose tokens take `draft_s` each behind a step, and are right in turns."""
+
+    def __init__(
+        self, *, plain_s: float, row_s: float, draft_s: float, right: str, only_if_faster: bool = True
+    ) -> None:
+        super().__init__(plain_s=plain_s, row_s=row_s)
+        self.draft_s, self.right = draft_s, right
+        self.completion.max_num_tokens = 1_000_000
+        self.speculator = Speculator(SpeculationConfig(max_tokens=8, only_if_faster=only_if_faster, drafts=True))
+
+    def step(self) -> None:
+        proposed = list(self.speculator.proposals([self.completion], most=20).get(self.completion, ()))
+        number = self.speculator.num_drafts([self.completion], most=20)
+        self.proposed.append(len(proposed))
+        plan = ranks_pb2.StepPlan(draft_slots=[0] if number else [], num_drafts=number)
+        view = DecodeView([self.completion], [0], [self.completion.token_ids], [frozenset()], (), False)
+        step = ScheduledStep(plan, decodes=view, proposals={0: proposed} if proposed else {})
+        seconds = self.plain_s + self.row_s * len(proposed) + self.draft_s * number
+        known = self.completion.token_ids
+        accepted = next((i for i, token in enumerate(proposed) if token != self.token(len(known) + i)), len(proposed))
+        known += [self.token(len(known) + i) for i in range(accepted + 1)]
+        self.speculator.add_step(step, began_s=self.now, seconds=seconds, on_ranks_s=seconds, num_tokens=accepted + 1)
+        self.now += seconds
+        if number:
+            drafts = [self.token(len(known) + i) for i in range(number)]
+            wrong = [self.right[(len(known) + i) % len(self.right)] == "-" for i in range(number)]
+            drafts = [token + 1 if is_wrong else token for token, is_wrong in zip(drafts, wrong, strict=True)]
+            self.speculator.take_draft(self.completion, drafts)
+
+    @staticmethod
+    def token(position: int) -> int:
+        return position % 1000 * 2
+
+
+def test_a_good_draft_model_gives_the_arithmetic_s_speed() -> None:
+    it = Drafted(plain_s=0.02, row_s=0.001, draft_s=0.002, right="+")
+    speed = it.run(200)
+    assert it.proposed[0] == 0
+    assert max(it.proposed) == 8
+    # Eight tokens and one more, in a step of eight rows more and eight drafts.
+    assert speed > 0.9 * 9 / (0.02 + 8 * 0.003)
+
+
+@pytest.mark.parametrize(
+    ("right", "draft_s"), [("-", 0.002), ("--+", 0.004), ("+", 0.05)], ids=["wrong", "mostly wrong", "slow"]
+)
+def test_a_draft_model_that_does_not_pay_is_left_alone(right: str, draft_s: float) -> None:
+    it = Drafted(plain_s=0.02, row_s=0.002, draft_s=draft_s, right=right)
+    assert it.run(3000) > 0.97 / it.plain_s
+    assert sum(map(bool, it.proposed)) > 1, "it is tried now and then"
+
+
+def test_a_draft_model_alone_is_asked_for_a_token_at_least() -> None:
+    it = Drafted(plain_s=0.02, row_s=0.002, draft_s=0.002, right="-", only_if_faster=False)
+    it.run(100)
+    assert set(it.proposed[1:]) == {1}
+
+
+def test_drafts_behind_other_tokens_are_not_proposed() -> None:
+    proposer, completion = DraftProposer(), completion_of([1, 2, 3], num_prompt=3)
+    proposer.take(completion, [4, 5, 6])
+    assert proposer.propose(completion, 2) == [4, 5]
+    completion.token_ids.append(4)
+    assert not proposer.propose(completion, 2)
+    proposer.ended(completion)
+    assert not proposer._drafts
+
+
+def test_drafts_for_others_are_refused() -> None:
+    settings = engine_config(speculation=DRAFTING)
+    bench = Bench(settings, num_blocks=40)
+    bench.add(generation("a", [1, 2], max_tokens=20))
+    bench.step()
+    step = bench.schedule()
+    assert step is not None
+    assert list(step.plan.draft_slots) == [0]
+    bench.in_flight.submit(step)
+    assert bench.schedule() is None, "nothing goes out beside drafts"
+    result = bench.ranks.execute(step.plan)
+    result.drafts.add(slot=3, token_ids=[1])
+    with pytest.raises(StepMismatch, match="slot 3, which wants none"):
+        bench.scheduler.apply(step, result)
 
 
 def test_steps_out_come_back_before_tokens_are_proposed() -> None:

@@ -156,6 +156,17 @@ async def test_topology_tells_what_graphs_took_and_what_is_kept_for_them() -> No
         assert [(rank.graph_bytes, rank.graph_reserve_bytes) for rank in bench.topology.ranks] == [(700, 900), (0, 0)]
 
 
+async def test_topology_tells_how_far_the_long_work_of_a_rank_has_come() -> None:
+    progress = ranks_pb2.Progress(work="reading weights", done=3, total=8, unit="B")
+    async with GroupBench() as bench:
+        zero, _ = bench.obedient(0), bench.obedient(1)
+        await bench.until(GroupState.READY)
+        zero.say(1, heartbeat=ranks_pb2.Heartbeat(progress=progress))
+        assert [rank.progress for rank in bench.topology.ranks] == [progress, ranks_pb2.Progress()]
+        zero.say(1, heartbeat=ranks_pb2.Heartbeat())
+        assert not bench.topology.ranks[0].HasField("progress")
+
+
 async def test_ranks_on_different_hosts_exchange_over_the_network() -> None:
     async with GroupBench() as bench:
         ranks = [ScriptedRank(bench.group, ordinal) for ordinal in (0, 1)]

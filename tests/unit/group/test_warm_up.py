@@ -118,3 +118,13 @@ def test_graphs_that_there_is_no_room_for_are_left_out(
     )
     plans = warm_up_plans(bounds, graph_sizes=graph_sizes)[len(warm_up_plans(bounds)) :]
     assert [len(plan.decode_slots) for plan in plans if plan.decode_slots] == warmed
+
+
+def test_a_draft_model_reads_the_long_sequence_behind_its_first_decode() -> None:
+    plain, drafting = warm_up_plans(LARGE), warm_up_plans(LARGE, drafts=True)
+    assert [list(plan.draft_slots) for plan in drafting if plan.draft_slots] == [[0]]
+    assert list(drafting[1].decode_slots) == [0]
+    for plan in drafting:
+        plan.ClearField("draft_slots")
+        plan.ClearField("num_drafts")
+    assert drafting == plain

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_api.spec_model import ModelSpec
-from hetero_operator.reconcile.manifests.model_volumes import ModelUri, parse_model_uri, served_path
+from hetero_api.spec import HeteroInferenceSpec
+from hetero_operator.reconcile.manifests.model_volumes import ModelUri, model_options, parse_model_uri
 
 pytestmark = pytest.mark.unit
 
@@ -26,4 +26,16 @@ FOLDER = "/var/lib/hetero/model"
 )
 def test_a_file_is_served_from_its_folder(uri: str, parts: ModelUri, path: str) -> None:
     assert parse_model_uri(uri) == parts
-    assert served_path(ModelSpec(uri=uri)) == path
+    assert model_options(spec_of(uri)) == {"--model": path}
+    assert model_options(spec_of("hf://a/b", draft=uri)) == {
+        "--model": FOLDER,
+        "--draft": path.replace("/model", "/draft", 1),
+    }
+
+
+def spec_of(uri: str, *, draft: str | None = None) -> HeteroInferenceSpec:
+    speculative = {} if draft is None else {"kind": "Draft", "draft": {"uri": draft}}
+    pool = {"name": "cpu", "type": "CPU", "ranks": 1, "cpu": {"coresPerRank": 1}}
+    return HeteroInferenceSpec.model_validate(
+        {"model": {"uri": uri}, "pools": [pool], "engine": {"speculative": speculative}}
+    )

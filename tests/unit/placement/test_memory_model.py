@@ -295,3 +295,26 @@ def test_the_problem_of_a_plan_is_told_with_all_that_counts() -> None:
     for word in ("rank 0 (gpu) would need", "weights + ", "KV cache", "workspace + ", "graphs + ", "1.07 GB runtime"):
         assert word in problem
     assert "has 12.00 GB (spec.engine.gpuMemoryUtilization)" in problem
+
+
+def test_a_draft_model_takes_memory_of_rank_0_and_its_cache_a_part_of_each_block() -> None:
+    config = config_of(**LLAMA_8B)
+    draft = config_of(**{**LLAMA_8B, "num_hidden_layers": 4})
+    hardware = group(cpu(1e11), cpu(1e11))
+    plan = solve(config, hardware, dtype="bfloat16", placement=LOAD, bounds=bounds_of(config)).plan
+    alone, beside = (
+        MemoryModel(config, hardware, bounds_of(config, draft=each), dtype="bfloat16") for each in (None, draft)
+    )
+    assert beside.need(1, plan.ranks[1]) == alone.need(1, plan.ranks[1])
+    more = beside.need(0, plan.ranks[0])
+    less = alone.need(0, plan.ranks[0])
+    whole = MemoryModel(draft, hardware, bounds_of(draft), dtype="bfloat16").need(0, ShardPlan.whole(draft).ranks[0])
+    assert more.weights - less.weights == whole.weights
+    assert more.cache - less.cache >= 0.9 * whole.cache > 0
+    assert more.workspace > less.workspace
+    tight = group(cpu(1e11, memory=more.total + GB), cpu(1e11))
+    blocks = [
+        MemoryModel(config, tight, bounds_of(config, draft=each), dtype="bfloat16").kv_blocks(plan)
+        for each in (None, draft)
+    ]
+    assert blocks[1] < blocks[0]

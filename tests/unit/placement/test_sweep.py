@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from hetero_api.sharding import ShardPlan
 from hetero_api.spec import PlacementSpec, WorkloadSpec
 from hetero_placement.decision import Option
 from hetero_placement.solver import solve
 from hetero_placement.steps import Load
-from hetero_placement.sweep import LoadRates, sweep
+from hetero_placement.sweep import LoadRates, rates_with_proposals, sweep
 from tests.unit.placement.placement_setup import GB, LLAMA_8B, SMOLLM2, bounds_of, config_of, cpu, gpu, group
 
 pytestmark = pytest.mark.unit
@@ -78,3 +79,25 @@ def test_it_is_said_plainly_which_ranks_are_faster(
 
 def test_a_group_of_one_kind_has_no_such_choice() -> None:
     assert rates(("gpu", (1.0,), (1.0, 1.0))).verdict == ""
+
+
+def test_proposals_gain_by_the_arithmetic_where_rows_are_free_and_a_slow_draft_model_nothing() -> None:
+    """A large model of which memory sets the pace: a row more costs next to nothing."""
+    config, workload = config_of(**LLAMA_8B), WorkloadSpec(prompt_tokens=64, output_tokens=64)
+    small, large = (config_of(**{**LLAMA_8B, "num_hidden_layers": layers}) for layers in (1, 30))
+    hardware = group(cpu(1e11))
+    for draft, fastest in ((small, True), (large, False)):
+        by_ngrams, by_draft = rates_with_proposals(
+            config,
+            hardware,
+            ShardPlan.whole(config),
+            dtype="bfloat16",
+            workload=workload,
+            bounds=bounds_of(config, draft=draft),
+            acceptance=0.6,
+        )
+        gain = by_ngrams.tokens_per_s / by_ngrams.plain_tokens_per_s
+        assert 1.5 < gain <= 1 / (1 - 0.6)
+        assert by_ngrams.length > by_draft.length
+        assert (by_draft.length > 0) == fastest
+        assert by_ngrams.tokens_per_s > by_draft.tokens_per_s

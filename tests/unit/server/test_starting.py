@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import subprocess
@@ -13,8 +14,14 @@ from typing import Any
 import pytest
 
 from hetero_api.contract import ENV_GROUP_TOKEN_FILE, ENV_LOG_LEVEL, EXIT_PERMANENT, EXIT_USAGE
+from hetero_api.errors import ManifestError
+from hetero_api.manifest import load_manifest
+from hetero_api.model_config import ModelConfig
+from hetero_gateway.engine.config import SpeculationConfig
+from hetero_gateway.group.errors import UnsupportedSpecError
+from hetero_gateway.group.settings import _model_problems, wants_draft
 from hetero_gateway.server.app import main
-from hetero_gateway.server.config import GatewayConfig
+from hetero_gateway.server.config import GatewayConfig, read_model
 from hetero_gateway.server.errors import BindError
 from hetero_gateway.server.gateway import Gateway, Ports
 from hetero_gateway.server.serving import write_state
@@ -206,3 +213,67 @@ def test_the_state_file_is_whole_or_not_there(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(OSError, match="No such file"):
         write_state(tmp_path / "gone" / "state.json", state)
+
+
+DRAFTING = {"speculative": {"kind": "Draft", "draft": {"uri": "file:///small"}}}
+
+
+def test_a_draft_model_of_the_same_tokenizer_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    manifest = write_manifest(tmp_path / "g.yaml", engine=DRAFTING)
+    model = read_model(manifest, write_model(tmp_path), write_model(tmp_path / "small", num_hidden_layers=2))
+    assert model.group_settings.draft is not None
+    assert model.group_settings.draft.num_layers == 2
+    assert model.engine_config.speculation == SpeculationConfig(max_tokens=8, drafts=True)
+    assert model.group_settings.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (None, "was started without a draft model; see --draft"),
+        ({"max_position_embeddings": 16}, "has 16 positions, and sequences have up to"),
+        ({"token": "<end>"}, "has another tokenizer: token '<end>' is 256 there, and absent here"),
+    ],
+)
+def test_a_draft_model_that_does_not_suit_is_refused(
+    tmp_path: Path, change: dict[str, Any] | None, problem: str
+) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    shape = dict(change or {})
+    token = shape.pop("token", None)
+    write_model(small, **shape)
+    if token is not None:
+        path = small / "tokenizer.json"
+        path.write_text(path.read_text().replace("<eos>", token))
+    manifest = write_manifest(tmp_path / "g.yaml", engine=DRAFTING)
+    with pytest.raises(UnsupportedSpecError) as refused:
+        read_model(manifest, write_model(tmp_path), None if change is None else small)
+    (told,) = refused.value.problems
+    assert told.startswith("spec.engine.speculative.draft: ")
+    assert problem in told
+
+
+def test_auto_takes_no_draft_model_for_states_of_sequences_and_draft_is_refused(tmp_path: Path) -> None:
+    for kind in ("Draft", "Auto"):
+        engine = {"speculative": {**DRAFTING["speculative"], "kind": kind}}
+        spec = load_manifest(write_manifest(tmp_path / "g.yaml", engine=engine)).spec
+        config = dataclasses.replace(ModelConfig.from_directory(write_model(tmp_path)), delta=object())  # type: ignore[arg-type]
+        assert not wants_draft(spec, config)
+        problems = [each for each in _model_problems(spec, config) if "speculative" in each]
+        assert len(problems) == (kind == "Draft")
+
+
+@pytest.mark.parametrize(
+    ("speculative", "problem"),
+    [
+        ({"kind": "Draft"}, "is what kind Draft proposes with"),
+        ({"kind": "NGram", "draft": {"uri": "hf://a/b"}}, "is for the kinds Draft and Auto"),
+        ({"kind": "Draft", "draft": {"uri": "b"}}, "must start with one of hf://"),
+    ],
+)
+def test_a_draft_model_goes_with_its_kinds(tmp_path: Path, speculative: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ManifestError) as refused:
+        load_manifest(write_manifest(tmp_path / "g.yaml", engine={"speculative": speculative}))
+    assert any(problem in each and "speculative.draft" in each for each in refused.value.problems)

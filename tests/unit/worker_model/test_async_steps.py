@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.runners.async_steps import LOOK_S, AsyncSteps
+from hetero_worker.process.async_steps import LOOK_S, AsyncSteps
 from hetero_worker.runners.base import StepOutput
 from tests.support.fake_runner import FakeRunner
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from hetero_api.errors import ModelError
+from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.config import EngineConfig, SpeculationConfig
 from hetero_gateway.engine.request import Completion, GenerationRequest
@@ -15,13 +19,19 @@ from hetero_gateway.engine.scheduler import Scheduler
 from hetero_gateway.engine.speculation.speculator import Speculator
 from hetero_gateway.engine.step import CompletionUpdate
 from hetero_gateway.engine.steps_in_flight import StepsInFlight
+from hetero_worker.backends.cpu import cpu_backend
+from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.errors import ProtocolError
 from hetero_worker.runners import running_step
+from hetero_worker.runners.draft import DraftedBlocks, DraftModel
 from hetero_worker.runners.input_batch import InputBuffers
 from hetero_worker.runners.plan_check import PlanBounds, PlanCheck
+from hetero_worker.runners.plan_runner import PlanRunner
+from hetero_worker.runners.shard import budget_of
 from hetero_worker.runners.slots import SlotCounts, SlotTable
 from hetero_worker.sampling.request import SequenceSampling
 from tests.support.async_serving import BLOCK_SIZE, MAX_TOKENS, Asked, AsyncRank, random_requests
+from tests.support.draft_models import without_layers
 from tests.support.rank_group import GREEDY, PlanBuilder, RankGroup, Shares
 from tests.support.tape import TapeBackend
 from tests.support.tiny_checkpoints import VOCAB_SIZE, save_tiny
@@ -43,6 +53,12 @@ Told = Mapping[str, Sequence[tuple[int, bytes]]]
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny("qwen3", tmp_path_factory.mktemp("qwen3")).directory
+
+
+@pytest.fixture(scope="module")
+def smaller(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model without its last layer."""
+    return without_layers(qwen3, tmp_path_factory.mktemp("smaller"), number=1)
 
 
 def name_of(completion: Completion) -> str:
@@ -109,6 +125,7 @@ def result_of(group: RankGroup, plan: ranks_pb2.StepPlan) -> ranks_pb2.StepResul
         token_ids=[token.token for token in outcome.sampled],
         logprobs=outcome.outputs[0].logprobs,
         prompt_logprobs=outcome.outputs[0].prompt_logprobs,
+        drafts=outcome.outputs[0].drafts,
     )
 
 
@@ -161,6 +178,146 @@ def repeating(number: int, *, temperature: float) -> Asked:
         ignore_eos=True,
     )
     return Asked(request, turn=4 * number)
+
+
+DRAFTING = SpeculationConfig(max_tokens=5, drafts=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("temperature", [0.0, 0.6], ids=["greedy", "seeded"])
+def test_two_hundred_prompts_with_a_draft_model(qwen3: Path, smaller: Path, layout: str, temperature: float) -> None:
+    prompts_with_a_draft_model(200, qwen3, smaller, layout, temperature)
+
+
+@pytest.mark.parametrize("layout", ["one", "two", "GPU and CPU"])
+def test_prompts_with_a_draft_model(qwen3: Path, smaller: Path, layout: str) -> None:
+    prompts_with_a_draft_model(20, qwen3, smaller, layout, 0.6)
+
+
+def prompts_with_a_draft_model(number: int, model: Path, draft: Path, layout: str, temperature: float) -> None:
+    shares, options = LAYOUTS[layout]
+    asked = [repeating(number, temperature=temperature) for number in range(number)]
+    expected, _ = serve(RankGroup(model, shares, keeps_logits=False, **options), asked)
+    group = RankGroup(model, shares, keeps_logits=False, draft=draft, **options)
+    told, proposing = serve(group, asked, Speculator(DRAFTING))
+    assert told == expected
+    proposed, accepted = proposing.token_ids
+    assert 0 < accepted < proposed
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_draft_model_serves_every_kind_of_draw(qwen3: Path, smaller: Path, layout: str) -> None:
+    """Common prefixes, prompts in chunks, preemption, several completions of a prompt, penalties, biases."""
+    shares, options = LAYOUTS[layout]
+    asked = random_requests(3, 14, vocabulary=VOCAB_SIZE)
+    expected, _ = serve(RankGroup(qwen3, shares, keeps_logits=False, num_blocks=40, **options), asked)
+    group = RankGroup(qwen3, shares, keeps_logits=False, num_blocks=40, draft=smaller, **options)
+    told, proposing = serve(group, asked, Speculator(DRAFTING))
+    assert told == expected
+    assert proposing.token_ids[1] > 0
+    again, _ = serve(group, asked, Speculator(DRAFTING))
+    assert again == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "seeded"])
+def test_a_model_that_drafts_for_itself_is_always_right(qwen3: Path, temperature: float) -> None:
+    """Its cache holds the right tokens, and it draws by the keys and edits of the draws to come."""
+    asked = [replace(repeating(number, temperature=temperature), turn=12 * number) for number in range(20)]
+    expected, plain = serve(RankGroup(qwen3, ONE, keeps_logits=False, num_blocks=40), asked)
+    group = RankGroup(qwen3, ONE, keeps_logits=False, num_blocks=40, draft=qwen3)
+    told, proposing = serve(group, asked, Speculator(DRAFTING))
+    assert told == expected
+    proposed, accepted = proposing.token_ids
+    assert proposed > 100
+    assert accepted == proposed
+    assert proposing.step_id < 0.8 * plain.step_id
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_draft_model_follows_the_cache_to_another_size_and_to_sleep(qwen3: Path, level: int) -> None:
+    group = RankGroup(qwen3, TWO, draft=qwen3)
+    builder = PlanBuilder(group)
+    assert_drafts_are_right(builder)
+    other = ranks_pb2.AllocateCache(num_blocks=40, block_size=8)
+    for command in (
+        ranks_pb2.GroupCommand(reset_cache=other),
+        ranks_pb2.GroupCommand(sleep=ranks_pb2.SleepCommand(level=level)),
+        ranks_pb2.GroupCommand(wake=ranks_pb2.WakeCommand(weights=True)),
+        ranks_pb2.GroupCommand(wake=ranks_pb2.WakeCommand(cache=other)),
+    ):
+        outcome = builder.command(command)
+        assert all(output.report is not None and output.report.done for output in outcome.outputs)
+    builder.use_blocks(other.num_blocks, other.block_size)
+    assert_drafts_are_right(builder)
+
+
+def assert_drafts_are_right(builder: PlanBuilder) -> None:
+    builder.start(0, [5, 6, 7, 8, 9])
+    builder.schedule(0)
+    builder.run()
+    builder.schedule(0)
+    plan = builder.take_plan()
+    plan.draft_slots.append(0)
+    plan.num_drafts = 2
+    outcome = builder.send(plan)
+    builder.sequences[0].tokens.append(outcome.sampled[0].token)
+    (draft,) = outcome.outputs[0].drafts
+    assert len(draft.token_ids) == 2
+    assert not outcome.outputs[1].drafts
+    for token in draft.token_ids:
+        builder.schedule(0)
+        assert builder.run().sampled[0].token == token
+    builder.release(0)
+
+
+def test_a_draft_model_is_a_part_of_rank_0_s_memory(qwen3: Path, smaller: Path) -> None:
+    without, beside = RankGroup(qwen3, TWO), RankGroup(qwen3, TWO, draft=smaller)
+    alone, more = without.reports[0], beside.reports[0]
+    assert beside.reports[1].weight_bytes == without.reports[1].weight_bytes
+    assert beside.reports[1].kv_bytes_per_token == without.reports[1].kv_bytes_per_token
+    # A position of the draft model: that of the whole model, in one layer less.
+    whole = sum(report.kv_bytes_per_token for report in without.reports)
+    layers = ModelConfig.from_directory(qwen3).num_layers
+    assert more.kv_bytes_per_token - alone.kv_bytes_per_token == whole * (layers - 1) // layers
+    pool, request = cpu_backend().memory_pool, beside.requests[0]
+    drafting = DraftModel(cpu_backend(), smaller).load(request)
+    assert more.weight_bytes - alone.weight_bytes == drafting.draft.weight_bytes > 0
+    left = [budget_of(each, alone.weight_bytes, 0, pool).left_bytes for each in (request, drafting)]
+    assert left[0] - left[1] == drafting.draft.weight_bytes + drafting.draft.step_bytes
+    assert drafting.draft.step_bytes > 0
+
+
+def test_drafts_are_asked_of_a_rank_that_has_a_draft_model(qwen3: Path) -> None:
+    runner = PlanRunner(cpu_backend())
+    runner.attach(LocalExchange())
+    request = replace(RankGroup(qwen3, ONE).requests[0], has_draft=True)
+    with pytest.raises(ModelError, match="rank 0 was started without a draft model"):
+        runner.load(request)
+
+
+def test_blocks_are_known_by_their_tokens_and_by_all_before() -> None:
+    blocks, table = DraftedBlocks(9, 4), np.array([3, 5, 2, 0], dtype=np.int32)
+    first, tokens = object(), np.arange(50, 61, dtype=np.int32)
+    assert blocks.num_held(0, tokens, table, owner=first) == 0
+    blocks.write(0, tokens, table, 0)
+    assert blocks.num_held(0, tokens, table, owner=first) == 11
+    # What was drafted wrongly is not held.
+    other = tokens.copy()
+    other[9] = 1
+    assert blocks.num_held(0, other, table, owner=first) == 9
+    blocks.write(0, other, table, 9)
+    # Another sequence with the first two blocks, one with the second behind another first, and a block that was reused.
+    assert blocks.num_held(1, tokens, np.array([3, 5, 7, 0], dtype=np.int32), owner=object()) == 8
+    assert blocks.num_held(2, tokens, np.array([6, 5, 2, 0], dtype=np.int32), owner=object()) == 0
+    second = np.array([6, 5, 0, 0], dtype=np.int32)
+    blocks.write(2, tokens[:8], second, 0)
+    assert blocks.num_held(2, tokens[:8], second, owner=object()) == 8
+    assert blocks.num_held(3, tokens, table, owner=object()) == 11 - 2
+    # The second block's own tokens, behind others.
+    behind, third = np.concatenate([other[8:9] + np.arange(4, dtype=np.int32), tokens[4:8]]), np.array([7, 5, 0, 0])
+    assert blocks.num_held(4, behind, third, owner=object()) == 0
+    blocks.write(4, behind[:4], third, 0)
+    assert blocks.num_held(5, behind, third, owner=object()) == 4
 
 
 def test_right_proposals_take_a_fraction_of_the_steps(qwen3: Path) -> None:

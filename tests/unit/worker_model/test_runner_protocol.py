@@ -13,7 +13,7 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.backends.cpu import cpu_backend
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.errors import ExchangeAborted, MemoryBudgetError, ProtocolError
-from hetero_worker.runners.base import LoadRequest, Runner
+from hetero_worker.runners.base import LoadRequest, Runner, WorkProgress
 from hetero_worker.runners.plan_runner import PlanRunner
 from tests.support.rank_group import GREEDY, PlanBuilder, RankGroup, Shares
 from tests.support.tiny_checkpoints import TinyCheckpoint, save_tiny
@@ -193,6 +193,31 @@ def test_orders_out_of_turn_are_refused(checkpoint: TinyCheckpoint) -> None:
         runner.allocate(8, 4)
     with pytest.raises(ProtocolError, match="AllocateCache"):
         runner.execute(_begin(step_id=1))
+
+
+def test_a_load_counts_the_bytes_that_it_read(group: RankGroup) -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Seen(WorkProgress):
+        """Progress that notes each step of it."""
+
+        def _advance(self, amount: int) -> None:
+            super()._advance(amount)
+            now = self.message()
+            assert now is not None
+            assert (now.work, now.unit) == ("reading weights", "B")
+            seen.append((now.done, now.total))
+
+    progress = Seen()
+    runner = PlanRunner(cpu_backend(), progress=progress)
+    runner.attach(LocalExchange())
+    loaded = runner.load(group.requests[0])
+    layers = group.requests[0].config.num_layers
+    assert len(seen) >= layers
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1][1] == loaded.weight_bytes
+    assert seen[-1][0] > 0.9 * loaded.weight_bytes
+    assert progress.message() is None
 
 
 def test_a_new_epoch_needs_a_new_cache_and_counts_steps_anew(group: RankGroup) -> None:

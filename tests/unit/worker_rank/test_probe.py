@@ -24,6 +24,7 @@ from hetero_worker.probe.sizes import LayerSize, probe_size, whole_layer
 from hetero_worker.probe.speeds import RankProbe, measure_speeds
 from hetero_worker.probe.timing import Laps, Point, Work, line
 from hetero_worker.process.tuning_cache import TuningCache
+from hetero_worker.runners.base import WorkProgress
 from tests.support.lone_group import LoneGroup
 from tests.support.tiny_checkpoints import save_tiny
 
@@ -245,6 +246,25 @@ def test_all_ranks_meet_as_often_whatever_they_measure(tmp_path: Path) -> None:
         measure_speeds(platform, config_of("llama", tmp_path), peers=peers, kernel=PlainKernel())
         seen.add((peers.meetings, peers.rounds))
     assert len(seen) == 1
+
+
+def test_measuring_tells_how_far_it_has_come(tmp_path: Path) -> None:
+    progress = WorkProgress()
+    seen: list[ranks_pb2.Progress | None] = []
+
+    class Watching(PlayedPeers):
+        """Peers that look at the progress at each meeting."""
+
+        def meet(self) -> None:
+            super().meet()
+            seen.append(progress.message())
+
+    probe = RankProbe(SMALL, TuningCache(tmp_path / "measured", circumstances={}), model="m", progress=progress)
+    probe.costs("float32", config_of("llama", tmp_path / "model"), Watching())
+    visits = [now.done for now in seen if now is not None]
+    assert visits == list(range(len(visits)))
+    assert {(now.work, now.total) for now in seen if now is not None} == {("measuring", len(visits))}
+    assert progress.message() is None
 
 
 def test_what_is_kept_counts_only_where_all_ranks_have_it(tmp_path: Path) -> None:

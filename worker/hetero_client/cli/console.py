@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 PLAIN_WIDTH: Final = 160
+LINE_EVERY_S: Final = 10.0
+"""Seconds between two lines of one long work where there is no terminal."""
 _CONTROLS: Final = {code: None for code in [*range(32), 127, *range(128, 160)] if chr(code) not in "\n\t"}
 
 
@@ -59,6 +61,16 @@ def write_model_text(text: str) -> None:
     """Write a piece of a model's text to standard output."""
     sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+def amount_text(done: int, total: int, unit: str, *, since: int, seconds: float) -> str:
+    """Return `done` of `total` in words, with the rate since `seconds` ago, when it was `since`. `unit` "B": bytes."""
+    rate = (done - since) / seconds if seconds > 0 else 0.0
+    if unit == "B":
+        scale, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+        text = f"{done / scale:.1f} of {total / scale:.1f} {name}"
+        return f"{text} · {rate / 1e6:.0f} MB/s" if rate > 0 else text
+    return f"{done} of {total} {unit}" + (f" · {rate:.0f}/s" if rate > 0 else "")
 
 
 def table_of(*columns: str, right: Collection[str] = ()) -> Table:

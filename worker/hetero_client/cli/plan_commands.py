@@ -54,6 +54,15 @@ def plan(
         Path | None,
         typer.Option(metavar="FILE", help="Draw predicted tokens/s over the share of the weights: .png or .svg."),
     ] = None,
+    acceptance: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            metavar="CHANCE",
+            help="Also predict decoding with proposals (spec.engine.speculative) that are right with this chance.",
+        ),
+    ] = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Predict every placement of a manifest's model over its ranks, pick the best, and say why.
@@ -69,17 +78,24 @@ def plan(
     from hetero_placement.decision import bounds_of, quantized_config
     from hetero_placement.memory_model import MemoryModel
     from hetero_placement.solver import solve
-    from hetero_placement.sweep import rates_by_load
+    from hetero_placement.sweep import rates_by_load, rates_with_proposals
 
     _check_options(assume, model_config=model_config, model=model, plot=plot)
     inputs = _inputs(file, assume=assume, model=model, model_config=model_config, quantization=quantization)
     spec, hardware = inputs.spec, inputs.hardware
     config = quantized_config(spec, inputs.config)
-    dtype, bounds = spec.dtype_in_force, bounds_of(spec, config)
+    dtype, bounds = spec.dtype_in_force, bounds_of(spec, config, inputs.draft)
     workload = spec.placement.workload
     decision = solve(config, hardware, dtype=dtype, placement=spec.placement, bounds=bounds)
     memory = MemoryModel(config, hardware.levelled(), bounds, dtype=dtype)
     rates = rates_by_load(config, hardware, decision.options, dtype=dtype, bounds=bounds)
+    proposed = (
+        ()
+        if acceptance is None
+        else rates_with_proposals(
+            config, hardware, decision.plan, dtype=dtype, workload=workload, bounds=bounds, acceptance=acceptance
+        )
+    )
     title = f"{inputs.title}: {_described(workload)}, {dtype}"
     if plot is not None:
         from hetero_client.cli.plan_plot import draw_plot
@@ -91,9 +107,16 @@ def plan(
     if as_json:
         from hetero_client.cli.plan_views import decision_json
 
-        print_json(decision_json(decision, hardware, memory, rates))
+        print_json(decision_json(decision, hardware, memory, rates, proposed))
         return
-    from hetero_client.cli.plan_views import cache_line, loads_table, memory_table, options_table, ranks_table
+    from hetero_client.cli.plan_views import (
+        cache_line,
+        loads_table,
+        memory_table,
+        options_table,
+        proposals_line,
+        ranks_table,
+    )
 
     console = output()
     console.print(title, highlight=False, markup=False)
@@ -102,6 +125,8 @@ def plan(
     console.print(loads_table(decision, rates))
     if rates.verdict:
         console.print(rates.verdict, markup=False, highlight=False)
+    for each in proposed:
+        console.print(proposals_line(each, acceptance=acceptance or 0.0), markup=False, highlight=False)
     console.print(memory_table(decision, hardware, memory))
     console.print(ranks_table(decision, hardware, memory))
     console.print(cache_line(decision, memory, block_size=bounds.block_size), highlight=False)

@@ -19,8 +19,8 @@ from hetero_client.cli.console import print_note, print_warning
 from hetero_client.cli.plan_probe import ProbeTask, measure_here
 from hetero_client.home import HeteroHome
 from hetero_client.launcher.local_plan import plan_here
-from hetero_client.model_store.resolve import locate_named_model, resolve_model
-from hetero_client.model_store.store import ModelStore
+from hetero_client.model_store.resolve import locate_named_model, resolve_draft, resolve_model
+from hetero_client.model_store.store import ModelStore, Report
 from hetero_placement.assumed_hardware import assume, load_assumed_hardware, whole_machine
 from hetero_placement.hardware import Hardware
 
@@ -64,6 +64,8 @@ class PlanInputs:
     hardware: Hardware
     config: ModelConfig
     """With weights as they are stored."""
+    draft: ModelConfig | None = None
+    """The draft model that the spec names."""
 
 
 def from_examples(hardware: str, model: str, *, quantization: str | None) -> PlanInputs:
@@ -98,7 +100,7 @@ def from_manifest(
         config = _assumed_model(model)
     else:
         config = ModelConfig.from_directory(_model_directory(resource, model))
-    return PlanInputs(title, spec, assumed, config)
+    return PlanInputs(title, spec, assumed, config, _draft_of(spec))
 
 
 def assumed_file(hardware: str) -> Path:
@@ -139,11 +141,18 @@ def _measured(resource: HeteroInference, model: str | None) -> PlanInputs:
         quantization=model_spec.quantization,
         quantization_group_size=model_spec.quantization_group_size,
     )
-    return PlanInputs(resource.metadata.name, resource.spec, measure_here(task, resource.spec), config)
+    hardware = measure_here(task, resource.spec)
+    return PlanInputs(resource.metadata.name, resource.spec, hardware, config, _draft_of(resource.spec))
+
+
+def _draft_of(spec: HeteroInferenceSpec) -> ModelConfig | None:
+    store = ModelStore(HeteroHome.from_environment())
+    resolved = resolve_draft(spec.engine.speculative, store, report=Report(print_note))
+    return None if resolved is None else ModelConfig.from_directory(resolved.directory)
 
 
 def _model_directory(resource: HeteroInference, model: str | None) -> Path:
     store = ModelStore(HeteroHome.from_environment())
     if model is not None:
         return locate_named_model(model, store)
-    return resolve_model(resource.spec.model, store, report=print_note).directory
+    return resolve_model(resource.spec.model, store, report=Report(print_note)).directory

@@ -15,7 +15,7 @@ from hetero_client.cli.console import table_of
 from hetero_placement.decision import Decision, Option
 from hetero_placement.hardware import Hardware
 from hetero_placement.memory_model import MemoryModel
-from hetero_placement.sweep import LoadRates
+from hetero_placement.sweep import LoadRates, ProposedRate
 
 GB: Final = 1e9
 _MEMORY_COLUMNS: Final = (
@@ -109,7 +109,18 @@ def cache_line(decision: Decision, memory: MemoryModel, *, block_size: int) -> s
     return f"KV cache: at least {blocks} blocks of {block_size} tokens"
 
 
-def decision_json(decision: Decision, hardware: Hardware, memory: MemoryModel, rates: LoadRates) -> dict[str, Any]:
+def proposals_line(rate: ProposedRate, *, acceptance: float) -> str:
+    """Return a line with the predicted gain of proposals from one source."""
+    begin = f"Proposals by {rate.source}, right with a chance of {acceptance:g}"
+    if not rate.length:
+        return f"{begin}: none, any would be slower"
+    gain = rate.tokens_per_s / rate.plain_tokens_per_s
+    return f"{begin}: {rate.length} a step, {_rate(rate.tokens_per_s)} decode tok/s, {gain:.2f} times as fast"
+
+
+def decision_json(
+    decision: Decision, hardware: Hardware, memory: MemoryModel, rates: LoadRates, proposed: Sequence[ProposedRate] = ()
+) -> dict[str, Any]:
     """Return the whole decision as JSON data, in seconds, bytes and tokens."""
     by_load = {
         option.name: dict(zip((load.name for load in rates.loads), each, strict=True)) for option, each in rates.rates
@@ -119,6 +130,10 @@ def decision_json(decision: Decision, hardware: Hardware, memory: MemoryModel, r
         "chosen": decision.chosen.name,
         "reason": decision.reason,
         "verdict": rates.verdict,
+        "proposals": [
+            {"source": each.source, "tokensAStep": each.length, "decodeTokensPerSecond": each.tokens_per_s}
+            for each in proposed
+        ],
         "options": [
             _option_json(option, is_chosen=option is decision.chosen)
             | ({"tokensPerSecond": by_load[option.name]} if option.name in by_load else {})

@@ -250,14 +250,13 @@ def _made_manifest(
     model: str, home: HeteroHome, *, quantization: str = Quantization.NONE, max_model_len: int | None = None
 ) -> MadeManifest:
     """Return a manifest of a model, which is fetched if it is not here."""
-    from hetero_client.cli.model_commands import show_progress
+    from hetero_client.cli.model_commands import FetchDisplay
     from hetero_client.launcher.made_manifest import MadeManifest
 
-    with errors().status("fetching") as status:
+    with FetchDisplay(errors()) as display:
         return MadeManifest.of_model(
-            model, home=home, report=lambda text: show_progress(status, text), quantization=quantization,
-            max_model_len=max_model_len,
-        )  # fmt: skip
+            model, home=home, report=display.report, quantization=quantization, max_model_len=max_model_len
+        )
 
 
 def _kept(manifest: MadeManifest, home: HeteroHome) -> Path:
@@ -315,11 +314,12 @@ def prepare(
 ) -> LocalGroupConfig:
     """Return what is decided before the first process, and print warnings. Raises HeteroError."""
     from hetero_api.manifest import load_manifest
+    from hetero_client.cli.model_commands import FetchDisplay
     from hetero_client.launcher.commands import DoorFiles
     from hetero_client.launcher.local_group import LocalGroupConfig
     from hetero_client.launcher.local_plan import plan_here
     from hetero_client.launcher.run_directory import MeasurementStore
-    from hetero_client.model_store.resolve import resolve_model, resolve_named_model
+    from hetero_client.model_store.resolve import resolve_draft, resolve_model, resolve_named_model
     from hetero_client.model_store.store import ModelStore
 
     resource = load_manifest(file)
@@ -329,11 +329,15 @@ def prepare(
     for warning in plan.warnings:
         print_warning(warning)
     models = ModelStore(home)
-    if model is not None:
-        resolved = resolve_named_model(model, models)
-    else:
-        resolved = resolve_model(resource.spec.model, models, report=print_note)
+    with FetchDisplay(errors()) as display:
+        if model is not None:
+            resolved = resolve_named_model(model, models)
+        else:
+            resolved = resolve_model(resource.spec.model, models, report=display.report)
+        draft = resolve_draft(resource.spec.engine.speculative, models, report=display.report)
     print_note(f"model {resolved.uri}: {resolved.origin}\n  in {resolved.directory}")
+    if draft is not None:
+        print_note(f"draft model {draft.uri}: {draft.origin}\n  in {draft.directory}")
     service = resource.spec.gateway.service
     config = LocalGroupConfig(
         resource=resource,
@@ -346,6 +350,7 @@ def prepare(
         dp_local_rank=dp_local_rank,
         router_port=router_port,
         door=door,
+        draft_dir=None if draft is None else draft.directory,
     )
     store = MeasurementStore.for_group(home, config.name, resource, model_dir=config.model_dir, plan=plan)
     if remeasure:

@@ -6,19 +6,21 @@ Progress is a live table on a terminal, elsewhere a line for each change.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
 from hetero_api.group_state import GroupState
 from hetero_api.sharding import UnitRange
-from hetero_client.admin import GroupTopology, IdleView, PlacementView, RankView
-from hetero_client.cli.console import table_of
+from hetero_client.admin import GroupTopology, IdleView, PlacementView, ProgressView, RankView
+from hetero_client.cli.console import LINE_EVERY_S, amount_text, table_of
 from hetero_client.launcher.commands import GATEWAY
 from hetero_client.launcher.run_directory import GroupRecord
 
@@ -239,20 +241,43 @@ def _loading_phase(rank: RankView) -> str:
     return "allocating KV cache" if needs_cache and not rank.kv_bytes else "warming up"
 
 
+@dataclass(frozen=True, slots=True)
+class _RankWork:
+    """A rank's long work, and how far it had come when it was first seen."""
+
+    now: ProgressView
+    before: int
+    begun_s: float
+    said_s: float
+
+    def text(self, now_s: float) -> str:
+        """Return the amount and the rate in words."""
+        progress = self.now
+        return amount_text(
+            progress.done, progress.total, progress.unit, since=self.before, seconds=now_s - self.begun_s
+        )
+
+
 class StartDisplay:
     """Display of a group's start; call `show` with every topology."""
 
-    def __init__(self, console: Console, names: tuple[str, ...]) -> None:
+    def __init__(
+        self, console: Console, names: tuple[str, ...], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._console = console
+        self._clock = clock
         self._phases: dict[str, str] = dict.fromkeys(names, STARTING)
+        self._works: dict[str, _RankWork] = {}
         self._reason = ""
-        self._began_s = time.monotonic()
+        self._began_s = clock()
         self._live: Live | None = None
 
     def show(self, topology: GroupTopology) -> None:
         """Update the display."""
         for rank in topology.ranks:
-            self._set(self._name(rank), rank_phase(topology, rank))
+            name = self._name(rank)
+            self._set(name, rank_phase(topology, rank))
+            self._follow(name, rank.progress)
         if topology.reason != self._reason and topology.state == GroupState.ABORTED:
             self._console.print(f"  group: {topology.reason}", style="yellow", markup=False, highlight=False)
         self._reason = topology.reason
@@ -285,8 +310,21 @@ class StartDisplay:
         if self._live is None:
             self._line(name, phase)
 
+    def _follow(self, name: str, progress: ProgressView | None) -> None:
+        """Show how far a rank's long work has come: the terminal's table does, else a line every ten seconds."""
+        known, now_s = self._works.pop(name, None), self._clock()
+        if progress is None:
+            return
+        if known is None or known.now.work != progress.work:
+            known = _RankWork(progress, progress.done, begun_s=now_s, said_s=now_s)
+        known = replace(known, now=progress)
+        if self._live is None and now_s - known.said_s >= LINE_EVERY_S:
+            self._line(name, f"{progress.work}: {known.text(now_s)}")
+            known = replace(known, said_s=now_s)
+        self._works[name] = known
+
     def _line(self, name: str, phase: str) -> None:
-        elapsed_s = time.monotonic() - self._began_s
+        elapsed_s = self._clock() - self._began_s
         self._console.print(f"  {elapsed_s:5.1f} s  {name}: {phase}", markup=False, highlight=False)
 
     def _render(self) -> Table:
@@ -294,6 +332,11 @@ class StartDisplay:
         for name, phase in self._phases.items():
             done = (name == GATEWAY and phase != STARTING) or phase == GroupState.READY.value
             mark = Text("✓", style="green") if done else Spinner("dots")
-            table.add_row(mark, name, Text(phase, style="green" if done else "cyan"))
-        table.add_row("", Text(f"{time.monotonic() - self._began_s:.0f} s", style="dim"))
+            work = self._works.get(name)
+            cells: list[RenderableType] = [Text(phase, style="green" if done else "cyan")]
+            if work is not None:
+                bar = ProgressBar(total=work.now.total, completed=work.now.done, width=24)
+                cells = [Text(work.now.work, style="cyan"), bar, Text(work.text(self._clock()), style="cyan")]
+            table.add_row(mark, name, *cells)
+        table.add_row("", Text(f"{self._clock() - self._began_s:.0f} s", style="dim"))
         return table

@@ -105,6 +105,8 @@ class GroupCommands:
     """Folder in which ranks keep packed weights from start to start; None: nowhere."""
     door: DoorFiles = field(default_factory=DoorFiles)
     """Files in place of the Secrets that spec.gateway names."""
+    draft_dir: Path | None = None
+    """Draft model; None: there is none."""
 
     def gateway(self, ports: GatewayPorts) -> Command:
         """Return the gateway's command."""
@@ -121,6 +123,7 @@ class GroupCommands:
             "--drain-timeout-s", "0",  # Ctrl-C means now
             *(() if ports.router is None else ("--router-port", str(ports.router))),
             *self.door.arguments,
+            *self._draft_arguments,
         )  # fmt: skip
         return Command(GATEWAY, argv, self.run.log_path(GATEWAY))
 
@@ -143,6 +146,7 @@ class GroupCommands:
             "--reconnect-timeout-s", str(RECONNECT_TIMEOUT_S),
             "--measurements-file", str(self.run.measurements_path(rank.name)),
             *(("--packed-weights-dir", str(self.packed_weights)) if self.packed_weights else ()),
+            *self._draft_arguments,
         )  # fmt: skip
         return Command(
             rank.name,
@@ -151,6 +155,10 @@ class GroupCommands:
             has_heartbeat=True,
             forked_argv=arguments,
         )
+
+    @property
+    def _draft_arguments(self) -> tuple[str, ...]:
+        return () if self.draft_dir is None else ("--draft", str(self.draft_dir))
 
     def forkserver(self) -> Command:
         """Return the forkserver's command."""

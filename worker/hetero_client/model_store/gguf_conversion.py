@@ -20,10 +20,6 @@ from hetero_api.model_config import CONFIG_FILE
 
 def convert(gguf: Path, folder: Path) -> None:
     """Write config, tokenizer and weights of `gguf` into `folder`."""
-    from transformers.utils.logging import disable_progress_bar
-
-    quieten: Any = disable_progress_bar  # transformers' own annotations lack it
-    quieten()
     _convert_tokenizer(gguf).save_pretrained(folder)
     _convert_weights(gguf, folder)
     _drop_quantization(folder / CONFIG_FILE)

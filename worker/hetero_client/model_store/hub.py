@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import os
 import re
@@ -26,12 +27,12 @@ from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hetero_api.gguf_model import gguf_models, listed_models, of_variant
 from hetero_client.errors import DamagedFileError, HubUnreachableError, MissingExtraError, ModelStoreError
 from hetero_client.home import read_json_object, write_atomically
-from hetero_client.model_store.store import ModelKey, Report
+from hetero_client.model_store.store import Amount, Lines, ModelKey, Report
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
@@ -57,16 +58,16 @@ _LIST_TIMEOUT_S: Final = 10.0
 _DISK_ERRORS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
 
-def download_snapshot(key: ModelKey) -> Path:
+def download_snapshot(key: ModelKey, *, report: Report) -> Path:
     """Download a model into the user's Hub cache, with the user's token, and return its folder.
 
     The folder's name is the commit. Raises ModelStoreError.
     """
-    return _download(key, cache_dir=None, token=None, patterns=PATTERNS)
+    return _download(key, cache_dir=None, token=None, patterns=PATTERNS, report=report)
 
 
 def download_resumably(
-    key: ModelKey, *, cache_dir: Path, partials: Path, token: str | None, patterns: Sequence[str], report: Report
+    key: ModelKey, *, cache_dir: Path, partials: Path, token: str | None, patterns: Sequence[str], report: Lines
 ) -> Path:
     """Download a model into a cache whose lock for this model the caller holds, and return its folder.
 
@@ -88,7 +89,7 @@ def _fetch_listed(
     partials: Path,
     token: str | None,
     patterns: Sequence[str],
-    report: Report,
+    report: Lines,
 ) -> None:
     """Fetch large files of a listing."""
     from huggingface_hub.file_download import repo_folder_name
@@ -147,6 +148,7 @@ def _download(
     token: str | bool | None,
     patterns: Sequence[str],
     before: Callable[[ModelInfo | None, Sequence[str]], None] = lambda _info, _patterns: None,
+    report: Report | None = None,
 ) -> Path:
     """List the model's files, call `before`, then the library, and translate the errors of all."""
     try:
@@ -160,8 +162,9 @@ def _download(
         chosen = [*patterns, *_gguf_patterns(key, info)]
         before(info, chosen)
         snapshot = snapshot_download(
-            key.name, revision=key.revision, cache_dir=cache_dir, token=token, allow_patterns=chosen
-        )
+            key.name, revision=key.revision, cache_dir=cache_dir, token=token, allow_patterns=chosen,
+            tqdm_class=None if report is None else reporting_bar(f"downloading {key.uri}", report),
+        )  # fmt: skip
     except errors.GatedRepoError as error:
         raise ModelStoreError(
             f"{key.uri}: is gated; ask for access on the Hub, then give its token {_GRANT}"
@@ -178,6 +181,25 @@ def _download(
             raise ModelStoreError(f"{key.uri}: {where} cannot be written: {error.strerror}") from error
         raise HubUnreachableError(f"{key.uri}: the Hub cannot be reached ({_first_line(error)})") from error
     return Path(snapshot)
+
+
+def reporting_bar(work: str, report: Report) -> type[Any]:
+    """Return a class of bars for the Hub's library that report bytes in place of drawing themselves."""
+    from tqdm.auto import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]  # it has no types
+        """Bar of tqdm's whose display is `report`."""
+
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **{**settings, "disable": False, "file": io.StringIO()})
+
+        def display(self, *_args: Any, **_settings: Any) -> bool:
+            """Report; tqdm calls it ten times a second at most."""
+            if self.unit == "B" and self.n and self.total:
+                report.amount(Amount(work, int(self.n), int(self.total)))
+            return True
+
+    return Bar
 
 
 def _gguf_patterns(key: ModelKey, info: ModelInfo | None) -> list[str]:
@@ -220,7 +242,7 @@ def fetch_large_files(
     partials: Path,
     headers: dict[str, str],
     patterns: Sequence[str],
-    report: Report,
+    report: Lines,
 ) -> None:
     """Fetch the large files that match a pattern and that `blobs` lacks. Raises the Hub library's errors."""
     files = list(_lacking(key, info, blobs=blobs, partials=partials, patterns=patterns))
@@ -249,7 +271,7 @@ def _lacking(
             yield LargeFile(file.rfilename, url, file.lfs.size, partials / file.lfs.sha256, blob)
 
 
-def _fetcher(headers: dict[str, str], report: Report) -> Callable[[LargeFile], None]:
+def _fetcher(headers: dict[str, str], report: Lines) -> Callable[[LargeFile], None]:
     from huggingface_hub.file_download import http_get
 
     def fetch(file: LargeFile) -> None:

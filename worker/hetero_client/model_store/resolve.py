@@ -10,7 +10,7 @@ from hetero_api.errors import ModelError
 from hetero_api.gguf_model import gguf_files
 from hetero_api.model_directory import read_source
 from hetero_api.quantity import format_bytes
-from hetero_api.spec import HeteroInferenceSpec
+from hetero_api.spec import HeteroInferenceSpec, SpeculativeSpec
 from hetero_api.spec_model import ModelSpec, Quantization
 from hetero_api.spec_pools import PoolType
 from hetero_client.errors import ModelSourceError, ModelStoreError
@@ -18,6 +18,7 @@ from hetero_client.model_store.demo_model import ALIASES, DEMO_MODEL, fetch_whee
 from hetero_client.model_store.hub import download_snapshot, served_files
 from hetero_client.model_store.store import (
     HUB,
+    Lines,
     ModelKey,
     ModelStore,
     Report,
@@ -40,22 +41,28 @@ class ResolvedModel:
     origin: str
 
 
-def resolve_model(spec: ModelSpec, store: ModelStore, *, report: Report) -> ResolvedModel:
-    """Return the directory of the model that a manifest names; fetch Hub models that the store lacks.
+def resolve_model(spec: ModelSpec, store: ModelStore, *, report: Report, path: str = "spec.model.uri") -> ResolvedModel:
+    """Return the directory of the model that a manifest names at `path`; fetch Hub models that the store lacks.
 
     Raises ModelSourceError for URIs that only a cluster understands, ModelStoreError for everything else.
     """
     if spec.uri.startswith(f"{HUB}://"):
         key = ModelKey.parse(spec.uri, revision=spec.revision)
-        stored = store.find(key) or _fetch_for_manifest(key, store, report)
+        stored = store.find(key) or _fetch_for_manifest(key, store, report, path)
         check_model_directory(stored.path)
         return ResolvedModel(stored.path, stored.uri, stored.origin)
     if spec.uri.startswith(FILE_SCHEME):
         return _resolve_directory(Path(spec.uri.removeprefix(FILE_SCHEME)), uri=spec.uri)
     scheme = spec.uri.partition("://")[0]
-    raise ModelSourceError(
-        f"spec.model.uri: {scheme}:// needs a cluster; on one machine use hf://ORG/NAME or file:///PATH"
-    )
+    raise ModelSourceError(f"{path}: {scheme}:// needs a cluster; on one machine use hf://ORG/NAME or file:///PATH")
+
+
+def resolve_draft(spec: SpeculativeSpec, store: ModelStore, *, report: Report) -> ResolvedModel | None:
+    """Return the directory of the draft model that a manifest names; None: it names none. Raises as `resolve_model`."""
+    if spec.draft is None:
+        return None
+    path = "spec.engine.speculative.draft.uri"
+    return resolve_model(ModelSpec(uri=spec.draft.uri), store, report=report, path=path)
 
 
 def memory_warnings(spec: HeteroInferenceSpec, store: ModelStore) -> list[str]:
@@ -131,7 +138,7 @@ def fetch_model(what: str, store: ModelStore, *, revision: str | None, report: R
     return _fetch_from_hub(ModelKey.parse(what, revision=revision), store, report)
 
 
-def register_directory(directory: Path, store: ModelStore, *, key: ModelKey, report: Report) -> StoredModel:
+def register_directory(directory: Path, store: ModelStore, *, key: ModelKey, report: Lines) -> StoredModel:
     """Make a directory of the user's the entry of `key`. Raises ModelStoreError when it cannot be served."""
     check_model_directory(directory)
     if not directory.is_dir():
@@ -146,19 +153,19 @@ def _resolve_directory(directory: Path, *, uri: str) -> ResolvedModel:
     return ResolvedModel(directory, source.uri if source else uri, source.describe() if source else "local directory")
 
 
-def _fetch_for_manifest(key: ModelKey, store: ModelStore, report: Report) -> StoredModel:
+def _fetch_for_manifest(key: ModelKey, store: ModelStore, report: Report, path: str) -> StoredModel:
     try:
         return _fetch_from_hub(key, store, report)
     except ModelStoreError as error:
         raise ModelStoreError(
-            f"spec.model.uri: {error}; {key.uri} is not in the store: fetch it with hetero model fetch {key.uri}, or "
+            f"{path}: {error}; {key.uri} is not in the store: fetch it with hetero model fetch {key.uri}, or "
             f"serve the demo model, which needs no hub: hetero model fetch {DEMO_MODEL}, then --model {DEMO_MODEL}"
         ) from error
 
 
 def _fetch_from_hub(key: ModelKey, store: ModelStore, report: Report) -> StoredModel:
     report(f"fetching {key.uri} from the Hugging Face Hub")
-    snapshot = download_snapshot(key)
+    snapshot = download_snapshot(key, report=report)
     if key.variant is None:
         check_model_directory(snapshot)
         with store.locked(key, report=report):

@@ -30,7 +30,7 @@ from hetero_api.model_directory import MAX_HEADER_BYTES, MAX_INDEX_BYTES, model_
 from hetero_client.errors import ModelStoreError
 from hetero_client.home import HeteroHome
 
-Report = Callable[[str], None]
+Lines = Callable[[str], None]
 """Takes a line of progress for the user."""
 
 HUB: Final = "hf"
@@ -45,6 +45,28 @@ _PART: Final = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
 _HUB_NAME: Final = re.compile(rf"{_PART}(/{_PART})?")
 _VARIANT: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _REVISION: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._/-]{0,127}")
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """How far a long work has come: `done` of `total`, in `unit` ("B" for bytes, else a noun in the plural)."""
+
+    work: str
+    done: int
+    total: int
+    unit: str = "B"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Takes the progress of a fetch for the user: lines, and how far long works have come, as often as that changes."""
+
+    line: Lines
+    amount: Callable[[Amount], None] = lambda _: None
+
+    def __call__(self, text: str) -> None:
+        """Take a line."""
+        self.line(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +144,7 @@ class ModelStore:
         by_uri = {"://".join(str(path.relative_to(root)).split("/", 1)): path for path in found}
         return [_entry(uri, path) for uri, path in sorted(by_uri.items()) if _is_entry(uri, path)]
 
-    def locked(self, key: ModelKey, *, report: Report) -> AbstractContextManager[None]:
+    def locked(self, key: ModelKey, *, report: Lines) -> AbstractContextManager[None]:
         """Keep other processes from making this entry while the block runs."""
         lock = FileLock(self.home.models / ".locks" / f"{key.scheme}--{key.folder.replace('/', '--')}.lock")
         return lock.held(

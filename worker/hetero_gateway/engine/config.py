@@ -17,11 +17,13 @@ from hetero_gateway.engine.request import GenerationRequest
 class SpeculationConfig:
     """How tokens are proposed: at most `max_tokens` a completion and step.
 
-    With `only_if_faster` only where measurements promise more tokens per second than without.
+    With `only_if_faster` only where measurements promise more tokens per second than without. `drafts`: by the draft
+    model of rank 0; else by n-gram lookup.
     """
 
     max_tokens: int
     only_if_faster: bool = False
+    drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

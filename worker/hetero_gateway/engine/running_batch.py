@@ -124,6 +124,11 @@ class RunningBatch:
         self.decodes.grew(completion)
         return new_block_ids
 
+    def extend_as_possible(self, completion: Completion, *, num_tokens: int) -> list[int]:
+        """Give a decode blocks for its first `num_tokens` tokens, as far as any are free; return the new ones."""
+        most = (len(completion.block_ids) + self.pool.free_blocks) * self.cache.block_size
+        return self.extend(completion, num_tokens=min(num_tokens, most))
+
     def leave(self, completion: Completion) -> None:
         """End the residency. From here on, `num_scheduled` is what steps in flight will have computed."""
         self.register(completion, self._num_filled(completion) // self.cache.block_size)

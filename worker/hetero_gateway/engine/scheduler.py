@@ -17,7 +17,8 @@ waiting ones. What always holds:
   tokens, so each decode gets its token in every step, and the most urgent prefill at least one.
 - **Proposals.** While no step is out, a completion that decodes may get proposed tokens (`speculation`). Ranks compute
   them in the same step, and the completion gets as many tokens as it would have drawn one after another, up to the
-  first that was not proposed. Proposals take the places, tokens and blocks of a step that nothing else wants.
+  first that was not proposed. Proposals take the places, tokens and blocks of a step that nothing else wants. A draft
+  model proposes behind the draws of a step, for the next one.
 - **Overlap.** Up to `max_steps_in_flight` steps are out, or more that only decode (`Lookahead`). A completion whose
   result shows that it ended may be in a later step that is out already: its token of that step is dropped. One that is
   preempted while steps that sample for it are out queues again when their tokens are known. Ranks work plans off in
@@ -33,13 +34,13 @@ O(tokens and completions in it) in bulk operations and O(1) Python for what is n
 
 from __future__ import annotations
 
-from itertools import count
+from itertools import count, takewhile
 from typing import Final
 
 from hetero_api.v1 import admin_pb2, logprobs_pb2, ranks_pb2
 from hetero_gateway.engine.block_pool import BlockDigests, CacheLog
 from hetero_gateway.engine.config import EngineConfig, does_not_fit, end_token_ids, resolve_max_tokens
-from hetero_gateway.engine.errors import DuplicateRequest, EngineFault, InvalidRequest, QueueFull
+from hetero_gateway.engine.errors import DuplicateRequest, EngineFault, InvalidRequest, QueueFull, StepMismatch
 from hetero_gateway.engine.request import (
     Completion,
     GenerationRequest,
@@ -310,6 +311,7 @@ class Scheduler:
             update.completion.reason = update.reason
             update.completion.stop_token_id = update.stop_token_id
             self._end(update.completion)
+        self._take_drafts(step, result)
         return StepOutcome(updates.all, [(request, _take_prompt_logprobs(request)) for request in with_prompt_logprobs])
 
     def _catch_up(self, step: ScheduledStep) -> None:
@@ -320,6 +322,20 @@ class Scheduler:
             if slot in step.proposals and completion in self._batch.decodes:
                 self._counts.accepted_tokens += self._batch.decodes.catch_up(completion)
                 self._batch.register(completion, (completion.num_tokens - 1) // self._cache.block_size)
+
+    def _take_drafts(self, step: ScheduledStep, result: ranks_pb2.StepResult) -> None:
+        """Pass on what was drafted behind tokens of completions that go on."""
+        if not result.drafts:
+            return
+        decoding = dict(zip(step.decodes.slots, step.decodes.completions, strict=True))
+        for draft in result.drafts:
+            if draft.slot not in step.plan.draft_slots:
+                raise StepMismatch(
+                    f"step {result.step_id}: tokens were drafted for slot {draft.slot}, which wants none"
+                )
+            if not decoding[draft.slot].ended:
+                known = takewhile(lambda token: token < self._config.vocab_size, draft.token_ids)
+                self._speculator.take_draft(decoding[draft.slot], list(known))
 
     def _take_span(self, span: SpanEntry) -> None:
         completion = span.completion

@@ -116,6 +116,19 @@ class StepPlanner:
                 new_block_ids = self._batch.extend(completion, num_tokens=completion.num_tokens + len(tokens))
                 draft.add_blocks(completion, new_block_ids)
                 draft.proposals[completion.slot] = tokens
+        most = min(self._max_num_tokens, self._batch.max_draws) - len(completions)
+        if num_drafts := speculator.num_drafts(completions, most=most):
+            self._let_draft(draft, completions, num_drafts)
+
+    def _let_draft(self, draft: StepDraft, completions: Sequence[Completion], num_drafts: int) -> None:
+        """Have tokens drafted behind the step's, with blocks for as many as there are blocks left."""
+        for completion in completions:
+            reach = completion.num_tokens + 1 + len(draft.proposals.get(completion.slot, ()))
+            if reach + 1 < completion.max_num_tokens:
+                most = min(reach + num_drafts, completion.max_num_tokens)
+                draft.add_blocks(completion, self._batch.extend_as_possible(completion, num_tokens=most))
+                draft.plan.draft_slots.append(completion.slot)
+        draft.plan.num_drafts = num_drafts if draft.plan.draft_slots else 0
 
     def _admit(self, draft: StepDraft, *, budget: int, now: float) -> int:
         """Start waiting completions, in order, while budget, slots and blocks last; return what is left of it."""

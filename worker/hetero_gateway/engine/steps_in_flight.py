@@ -164,10 +164,10 @@ class StepsInFlight:
         """Return whether one more step may go out beside these.
 
         `most` steps may be out, or `most_decodes` if all of them only decode and `most` allows overlap at all. Nothing
-        goes out beside proposals: how many tokens they give is not known before.
+        goes out beside proposals, whose number of tokens is not known before, nor beside drafts, which wait for them.
         """
         number = len(self._steps)
-        if number and self._steps[-1].step.proposals:
+        if number and (self._steps[-1].step.proposals or self._steps[-1].step.plan.draft_slots):
             return False
         if number < most:
             return True

@@ -253,8 +253,14 @@ class Epoch:
         are_warm = all(report.load_s == 0 for report in self.loaded)
         brief = are_warm or self._core.paused_requests > 0
         graph_sizes = () if brief else self._graph_sizes()
-        on_host = not any(map(_is_gpu, self.members))
-        for plan in warm_up_plans(self._step_bounds(), on_host=on_host, brief=brief, graph_sizes=graph_sizes):
+        plans = warm_up_plans(
+            self._step_bounds(),
+            on_host=not any(map(_is_gpu, self.members)),
+            brief=brief,
+            graph_sizes=graph_sizes,
+            drafts=self._settings.draft is not None,
+        )
+        for plan in plans:
             masks = masks_of(plan, vocab_size=self._settings.config.vocab_size)
             result = await self._executor.compute(plan, masks)
             expected = sampling_slots(plan)

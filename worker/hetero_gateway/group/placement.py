@@ -189,7 +189,7 @@ def _solve(settings: GroupSettings, hardware: Hardware) -> Decision:
         hardware,
         dtype=settings.dtype,
         placement=settings.spec.placement,
-        bounds=bounds_of(settings.spec, settings.config),
+        bounds=bounds_of(settings.spec, settings.config, settings.draft),
     )
 
 
@@ -208,7 +208,7 @@ def _adopt(settings: GroupSettings, hardware: Hardware, held: ShardPlan) -> Deci
         held,
         dtype=settings.dtype,
         workload=settings.spec.placement.workload,
-        bounds=bounds_of(settings.spec, settings.config),
+        bounds=bounds_of(settings.spec, settings.config, settings.draft),
     )
     weights = CostModel(settings.config, hardware, dtype=settings.dtype).weight_bytes(held)
     shares = tuple(part / sum(weights) for part in weights)

@@ -88,6 +88,8 @@ class GroupSettings:
     block_size: int
     version: str = VERSION
     model_source: str = ""
+    draft: ModelConfig | None = None
+    """The draft model that rank 0 holds, too; None: there is none."""
 
     @property
     def quantization(self) -> ranks_pb2.Quantization | None:
@@ -165,7 +167,31 @@ def speculation_of(spec: SpeculativeSpec, config: ModelConfig) -> SpeculationCon
     """Return how tokens are proposed to the model; None: not at all."""
     if spec.kind == SpeculationKind.NONE or config.delta is not None:
         return None
-    return SpeculationConfig(max_tokens=spec.max_tokens, only_if_faster=spec.kind == SpeculationKind.AUTO)
+    return SpeculationConfig(
+        max_tokens=spec.max_tokens, only_if_faster=spec.kind == SpeculationKind.AUTO, drafts=spec.draft is not None
+    )
+
+
+def wants_draft(spec: HeteroInferenceSpec, config: ModelConfig) -> bool:
+    """Return whether rank 0 of the group is to load a draft model."""
+    speculation = speculation_of(spec.engine.speculative, config)
+    return speculation is not None and speculation.drafts
+
+
+def draft_problem(draft: ModelConfig, *, max_model_len: int) -> str:
+    """Return why a model of the right tokenizer cannot draft, `path: message`; "" if it can."""
+    path = "spec.engine.speculative.draft"
+    if draft.delta is not None:
+        return (
+            f"{path}: its layers keep states of sequences, which cannot go back behind a token that was wrong; take "
+            "another model"
+        )
+    if draft.max_position < max_model_len:
+        return (
+            f"{path}: has {draft.max_position} positions, and sequences have up to {max_model_len}; take another "
+            "model, or lower spec.model.maxModelLen"
+        )
+    return ""
 
 
 # --- checks -------------------------------------------------------------------------------------------------
@@ -245,7 +271,7 @@ def _model_problems(spec: HeteroInferenceSpec, config: ModelConfig) -> list[str]
             f"spec.model.maxModelLen: {asked} is more than the {config.max_position} positions of the model"
         )
     kind = spec.engine.speculative.kind
-    if config.delta is not None and kind == SpeculationKind.NGRAM:
+    if config.delta is not None and kind in (SpeculationKind.NGRAM, SpeculationKind.DRAFT):
         problems.append(
             f"spec.engine.speculative.kind: {kind}, but layers of this model keep states of sequences, which cannot go "
             "back behind a token that was wrong; use None or Auto"

@@ -56,13 +56,15 @@ def _describe(
         status.place.host_id = member.hello.host_id
         status.place.device.CopyFrom(member.hello.device)
         status.pin_message = member.hello.device.pin_message
+    heard = None if epoch is None else epoch.heartbeats.get(place.rank)
+    if heard is not None and heard.HasField("progress"):
+        status.progress.CopyFrom(heard.progress)
     if epoch is not None and epoch.phase is not GroupState.FORMING:
         status.shard.CopyFrom(shard)
         status.weight_bytes, status.kv_bytes = epoch.weight_bytes.get(place.rank, 0), epoch.kv_bytes.get(place.rank, 0)
         if epoch.loaded:
             loaded = epoch.loaded[place.rank]
             status.load_s = loaded.load_s
-            heard = epoch.heartbeats.get(place.rank)
             status.graph_bytes = heard.graph_bytes if heard is not None else 0
             status.graph_reserve_bytes = loaded.graph_reserve_bytes
             status.kernels.extend(loaded.kernels)

@@ -60,12 +60,17 @@ class StepBounds:
 
 
 def warm_up_plans(
-    bounds: StepBounds, *, on_host: bool = False, brief: bool = False, graph_sizes: Collection[int] = ()
+    bounds: StepBounds,
+    *,
+    on_host: bool = False,
+    brief: bool = False,
+    graph_sizes: Collection[int] = (),
+    drafts: bool = False,
 ) -> tuple[ranks_pb2.StepPlan, ...]:
     """Return the plans; none where not even the shortest sequence has room.
 
     `on_host`: no rank is a GPU. `graph_sizes`: numbers of sequences for which some rank makes a graph; those without
-    room are left out.
+    room are left out. `drafts`: rank 0 has a draft model, which reads the long sequence and draws behind it.
     """
     writer = _PlanWriter(bounds.block_size)
     room = (bounds.num_blocks - 1) * bounds.block_size
@@ -79,6 +84,9 @@ def warm_up_plans(
     others = range(1, batch)
     writer.add(new={0: longest})
     writer.add(decode=[0])
+    if drafts:
+        writer.plans[-1].draft_slots.append(0)
+        writer.plans[-1].num_drafts = 1
     writer.add(decode=[0], new=dict.fromkeys(others, 1))
     writer.add(decode=range(batch))
     writer.release(range(batch))

@@ -6,7 +6,7 @@ import argparse
 import ipaddress
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -22,7 +22,7 @@ from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.step_pace import LOOKAHEAD_S
 from hetero_gateway.engine.text.tokenizer import TextTokenizer
 from hetero_gateway.group.errors import UnsupportedSpecError
-from hetero_gateway.group.settings import GroupSettings, check_supported, speculation_of
+from hetero_gateway.group.settings import GroupSettings, check_supported, draft_problem, speculation_of, wants_draft
 from hetero_gateway.server.sampling_params import read_sampling_defaults
 
 PROGRAM: Final = "hetero_gateway"
@@ -64,6 +64,8 @@ class GatewayConfig:
     """Folder with tls.crt, tls.key and ca.crt for ranks and administrators; None: they are asked for their token."""
     page: bool = True
     """False: no page at the HTTP door, whatever the resource says."""
+    draft_dir: Path | None = None
+    """Draft model of spec.engine.speculative; None: there is none."""
     log_level: str = "INFO"
 
     @classmethod
@@ -122,6 +124,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--manifest", required=True, type=Path, metavar="FILE", help="the HeteroInference resource, YAML")
     add("--model", required=True, type=Path, dest="model_dir", metavar="DIR", help="model in Hugging Face format")
+    add(
+        "--draft",
+        type=Path,
+        dest="draft_dir",
+        metavar="DIR",
+        help="draft model; its tokenizer and config.json are read",
+    )
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address of this machine to listen on")
     add("--inference-port", type=_port, metavar="N", help="default: the resource's spec.gateway.service.port")
     add("--admin-port", default=ADMIN_PORT, type=_port, metavar="N", help="default: %(default)s")
@@ -204,8 +213,8 @@ class ServedModel:
     """The model's files."""
 
 
-def read_model(manifest: Path, model_dir: Path) -> ServedModel:
-    """Read the resource and the model's files.
+def read_model(manifest: Path, model_dir: Path, draft_dir: Path | None = None) -> ServedModel:
+    """Read the resource and the model's files; of a draft model's, only whether it can draft.
 
     Raises ManifestError, UnsupportedSpecError or PlanError (the resource), or ModelError (the model's files).
     """
@@ -220,6 +229,8 @@ def read_model(manifest: Path, model_dir: Path) -> ServedModel:
         model_source=source.describe() if source else "",
     )
     tokenizer = TextTokenizer.from_directory(model_dir)
+    if wants_draft(settings.spec, config):
+        settings = replace(settings, draft=_read_draft(settings, tokenizer, draft_dir))
     takes_defaults = resource.spec.engine.sampling_defaults is SamplingDefaults.MODEL
     return ServedModel(
         resource=resource,
@@ -240,6 +251,19 @@ def read_model(manifest: Path, model_dir: Path) -> ServedModel:
         sampling_defaults=read_sampling_defaults(model_dir) if takes_defaults else inference_pb2.SamplingParams(),
         directory=model_dir,
     )
+
+
+def _read_draft(settings: GroupSettings, tokenizer: TextTokenizer, draft_dir: Path | None) -> ModelConfig:
+    """Return the draft model's shape. Raises UnsupportedSpecError unless there is one that suits; ModelError."""
+    path = "spec.engine.speculative.draft"
+    if draft_dir is None:
+        raise UnsupportedSpecError([f"{path}: this gateway was started without a draft model; see --draft"])
+    draft = ModelConfig.from_directory(draft_dir)
+    if problem := draft_problem(draft, max_model_len=settings.max_model_len):
+        raise UnsupportedSpecError([problem])
+    if difference := tokenizer.difference_to(TextTokenizer.from_directory(draft_dir)):
+        raise UnsupportedSpecError([f"{path}: has another tokenizer: {difference}; take a model of the same family"])
+    return draft
 
 
 def _engine_config(resource: HeteroInference, config: ModelConfig, settings: GroupSettings) -> EngineConfig:

@@ -29,6 +29,8 @@ class MemoryBudget:
     """Reserve for graphs of steps, which are recorded after the cache is allocated."""
     adapter_bytes: int = 0
     """Reserve for adapters, which come while the rank serves."""
+    draft_bytes: int = 0
+    """Workspace of a draft model's steps; its weights are among `weight_bytes`."""
     available_bytes: int | None = None
     """Free memory of the device after the load; None: unknown, or not loaded yet."""
     remedy: str = "give the rank more memory (memoryPerRank)"
@@ -57,6 +59,7 @@ class MemoryBudget:
                 f"maxNumBatchedTokens or maxModelLen{', or maxNumSeqs' if self.state_bytes else ''}"
                 f"{', or set enforceEager' if self.graph_bytes else ''}"
                 f"{', or lower adapters.maxLoaded or adapters.maxRank' if self.adapter_bytes else ''}"
+                f"{', or take a smaller speculative.draft' if self.draft_bytes else ''}"
             )
         return cost.cache_of(left - self.snapshot_budget_bytes)
 
@@ -68,6 +71,8 @@ class MemoryBudget:
             kept += f" - {mib(self.graph_bytes)} graphs"
         if self.adapter_bytes:
             kept += f" - {mib(self.adapter_bytes)} adapters"
+        if self.draft_bytes:
+            kept += f" - {mib(self.draft_bytes)} steps of the draft model"
         text = (
             f"{mib(self.memory_bytes)} given - {mib(self.runtime_bytes)} runtime - {mib(self.weight_bytes)} weights "
             f"- {kept} = {mib(self._left_of_given)}"
@@ -79,7 +84,7 @@ class MemoryBudget:
     @property
     def _kept(self) -> int:
         """Memory that must stay free after the load."""
-        return self.workspace_bytes + self.state_bytes + self.graph_bytes + self.adapter_bytes
+        return self.workspace_bytes + self.state_bytes + self.graph_bytes + self.adapter_bytes + self.draft_bytes
 
     @property
     def _left_of_given(self) -> int:

@@ -14,7 +14,7 @@ the KV caches and the exchange.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -136,16 +136,21 @@ class Decoder:
             count += self._head.weight_bytes(self._dtype, kernel) + self._norm.weight_bytes(self._dtype)
         return count + self._rotary.num_bytes
 
-    def load(self, checkpoint: Checkpoint, kernel: LinearKernel) -> None:
-        """Read this rank's slices. Raises ModelError."""
+    def load(
+        self, checkpoint: Checkpoint, kernel: LinearKernel, on_bytes: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Read this rank's slices; call `on_bytes` with the bytes of each part that was read. Raises ModelError."""
         for part in (self._embedding, self._layer_embedding, self._layer_inputs):
             if part is not None:
                 part.load(checkpoint, dtype=self._dtype, kernel=kernel, device=self.device)
+                on_bytes(part.weight_bytes(self._dtype, kernel))
         if self._head is not None:
             self._head.load(checkpoint, self._embedding, dtype=self._dtype, kernel=kernel, device=self.device)
             self._norm.load(checkpoint, dtype=self._dtype, device=self.device)
+            on_bytes(self._head.weight_bytes(self._dtype, kernel))
         for layer in self._layers:
             layer.load(checkpoint, dtype=self._dtype, kernel=kernel, device=self.device)
+            on_bytes(layer.weight_bytes(self._dtype, kernel))
 
     @property
     def expert_mlps(self) -> dict[int, ExpertMlp]:

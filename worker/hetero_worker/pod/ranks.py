@@ -115,4 +115,6 @@ def rank_arguments(
     }
     if config.inside_tls_dir is not None:
         options["--inside-tls-dir"] = config.inside_tls_dir
+    if config.draft_dir is not None:
+        options["--draft"] = config.draft_dir
     return tuple(str(part) for option in options.items() for part in option)

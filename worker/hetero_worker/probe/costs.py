@@ -33,6 +33,7 @@ from hetero_worker.probe.ends import HeadProbe, PlanProbe, StepProbe
 from hetero_worker.probe.layers import LayerStack, Site, SyntheticStep, TimedWork, make_step, positions_of
 from hetero_worker.probe.sizes import LayerSize, probe_size
 from hetero_worker.probe.timing import Clock, Laps, Point, Work, typical
+from hetero_worker.runners.base import WorkProgress
 
 DECODE_ROWS: Final = (1, 8, 32)
 CONTEXTS: Final = (64, 512)
@@ -57,11 +58,11 @@ class MeasuredCosts:
 
 
 def measure_costs(
-    config: ModelConfig, site: Site, *, clock: Clock, weight_bytes: int, peers: GroupCoordinator
+    config: ModelConfig, site: Site, *, clock: Clock, weight_bytes: int, peers: GroupCoordinator, progress: WorkProgress
 ) -> MeasuredCosts:
     """Measure every part that the model has. At most about `weight_bytes` of weights are made. Collective."""
     with torch.inference_mode():
-        return _Measurement(config, site, clock, peers, weight_bytes).run()
+        return _Measurement(config, site, clock, peers, weight_bytes).run(progress)
 
 
 class _Measurement:
@@ -95,13 +96,15 @@ class _Measurement:
         slots = max(step.rows for step in self._steps)
         return LayerStack(self._config, layer, copies=copies, positions=positions, slots=slots, site=self._site)
 
-    def run(self) -> MeasuredCosts:
-        rounds = list(self._rounds())
-        for _ in range(1 + VISITS):
-            for series in chain.from_iterable(rounds):
-                self._peers.meet()
-                series.visit(self._clock, self._laps)
-            self._first_attention()
+    def run(self, progress: WorkProgress) -> MeasuredCosts:
+        visited = list(chain.from_iterable(self._rounds()))
+        with progress.of("measuring", (1 + VISITS) * len(visited), "visits") as on_visits:
+            for _ in range(1 + VISITS):
+                for series in visited:
+                    self._peers.meet()
+                    series.visit(self._clock, self._laps)
+                    on_visits(1)
+                self._first_attention()
         self._beside_layers()
         meeting_s, lone_gain = self._meet_others() if self._peers.num_ranks > 1 else (0.0, 1.0)
         return MeasuredCosts(self._laps.costs(), meeting_s=meeting_s, lone_gain=lone_gain)

@@ -26,6 +26,7 @@ from hetero_worker.probe.layers import Site, WorkRecorder, as_it_is
 from hetero_worker.probe.sizes import WEIGHT_BYTES
 from hetero_worker.probe.synthetic import SyntheticWeights
 from hetero_worker.process.tuning_cache import TuningCache
+from hetero_worker.runners.base import WorkProgress
 from hetero_worker.runners.shard import DTYPES
 
 logger = logging.getLogger(__name__)
@@ -39,8 +40,11 @@ _MATRIX_SIZE: Final = 256
 class RankProbe:
     """Measures for one rank; costs once for each arithmetic type and width of weights of a model, named by `model`."""
 
-    def __init__(self, backend: DeviceBackend, kept: TuningCache, *, model: str) -> None:
+    def __init__(
+        self, backend: DeviceBackend, kept: TuningCache, *, model: str, progress: WorkProgress | None = None
+    ) -> None:
         self._backend = backend
+        self._progress = progress
         self._kept = kept
         self._model = model
 
@@ -50,7 +54,7 @@ class RankProbe:
         `config`: the rank's, maybe with other weights.
         """
         name = f"{self._model} {dtype} {config.weights}"
-        measure = partial(measure_parts, self._backend, config, dtype=dtype, peers=peers)
+        measure = partial(measure_parts, self._backend, config, dtype=dtype, peers=peers, progress=self._progress)
         return self._kept.speeds(name, measure, all_have=peers.all_can)
 
     def bandwidth(self) -> float:
@@ -92,16 +96,19 @@ def measure_parts(
     dtype: str,
     peers: GroupCoordinator,
     kernel: LinearKernel | None = None,
+    progress: WorkProgress | None = None,
 ) -> ranks_pb2.DeviceSpeeds:
     """Measure the model's parts, with weights as wide as the model's; takes some two seconds.
 
-    `kernel` None: the one that a rank with the backend uses. Collective.
+    `kernel` None: the one that a rank with the backend uses. `progress` counts visits. Collective.
     """
     began_s = time.perf_counter()
     config = replace(config, weights=config.weights.made_at_load)
     site = _site(backend, config, DTYPES[dtype], kernel)
     weight_bytes = min(WEIGHT_BYTES, backend.memory_bytes // _MEMORY_SHARE)
-    measured = measure_costs(config, site, clock=backend, weight_bytes=weight_bytes, peers=peers)
+    measured = measure_costs(
+        config, site, clock=backend, weight_bytes=weight_bytes, peers=peers, progress=progress or WorkProgress()
+    )
     site.backend.release()
     release_freed_memory()
     logger.info("measured the model's parts in %s in %.2f s", dtype, time.perf_counter() - began_s)

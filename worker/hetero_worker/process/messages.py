@@ -182,6 +182,7 @@ def load_request(
         batch_invariant=order.batch_invariant,
         max_adapters=order.max_adapters,
         max_adapter_rank=order.max_adapter_rank,
+        has_draft=order.has_draft,
         expert_deferral=order.expert_deferral,
         num_gpu_ranks=num_gpu_ranks(form),
         open_weights=identity.open_weights,
@@ -206,6 +207,7 @@ def step_result(plan: ranks_pb2.StepPlan, output: StepOutput, *, step_s: float) 
         prompt_logprobs=output.prompt_logprobs,
         command_report=output.report,
         pooled=output.pooled,
+        drafts=output.drafts,
     )
 
 

@@ -132,6 +132,8 @@ def _prepare(
     from hetero_worker.process.messages import RankIdentity, describe_device, make_hello
     from hetero_worker.process.state_machine import WorkerStateMachine
     from hetero_worker.process.tuning_cache import TuningCache, boot_identity, code_identity
+    from hetero_worker.runners.base import WorkProgress
+    from hetero_worker.runners.draft import DraftModel
     from hetero_worker.runners.plan_runner import PlanRunner
 
     pinning = binding.report
@@ -159,7 +161,9 @@ def _prepare(
         backend=backend,
         open_weights=partial(Checkpoint, packed=packed),
     )
-    runner = PlanRunner(backend, measure=kept.measure_workspace)
+    draft = None if config.draft_dir is None else DraftModel(backend, config.draft_dir, identity.open_weights)
+    progress = WorkProgress()
+    runner = PlanRunner(backend, measure=kept.measure_workspace, draft=draft, progress=progress)
 
     def new_session(connect_timeout_s: float) -> WorkerStateMachine:
         link = GatewayLink(
@@ -175,7 +179,8 @@ def _prepare(
             give_up=_give_up,
             heartbeat=heartbeat,
             binding=binding,
-            probe=RankProbe(backend, kept, model=model_fingerprint(config.model_dir)),
+            probe=RankProbe(backend, kept, model=model_fingerprint(config.model_dir), progress=progress),
+            progress=progress,
             reconnects=config.reconnect_timeout_s > 0,
         )
 

@@ -57,7 +57,7 @@ from hetero_worker.process.messages import (
     report_pinning,
 )
 from hetero_worker.process.step_loop import StepLoop
-from hetero_worker.runners.base import Runner
+from hetero_worker.runners.base import Runner, WorkProgress
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +84,8 @@ class FormGroupFunction(Protocol):
 class WorkerStateMachine:
     """One rank's session with one gateway.
 
-    `binding` is checked again whenever an epoch begins and when weights were read. `reconnects` says that another
+    `binding` is checked again whenever an epoch begins and when weights were read. Heartbeats carry the `progress` that
+    runner and probe count. `reconnects` says that another
     session follows the loss of the gateway, so that a load under way is worth finishing.
     """
 
@@ -100,6 +101,7 @@ class WorkerStateMachine:
         probe: RankProbe,
         heartbeat: Heartbeat | None = None,
         binding: Binding | None = None,
+        progress: WorkProgress | None = None,
         reconnects: bool = False,
     ) -> None:
         self.gateway_lost = False
@@ -114,6 +116,7 @@ class WorkerStateMachine:
         self._heartbeat = heartbeat or Heartbeat.open(None)
         self._binding = binding or Unbound()
         self._probe = probe
+        self._progress = progress or WorkProgress()
         self._reconnects = reconnects
         self._fence = EpochFence(patience_s=abort_timeout_s, give_up=give_up)
         self._listener = StoreListener(identity.store_host)
@@ -356,6 +359,8 @@ class WorkerStateMachine:
         def beat() -> ranks_pb2.RankMessage:
             heartbeat = self._plans.heartbeat()
             heartbeat.graph_bytes = self._runner.graph_bytes
+            if (progress := self._progress.message()) is not None:
+                heartbeat.progress.CopyFrom(progress)
             return ranks_pb2.RankMessage(epoch=epoch, heartbeat=heartbeat)
 
         if interval_s > 0:

@@ -4,7 +4,7 @@ Plans are executed strictly in order, and answered in order. Answers to short st
 plans are here already, and travel together (HOLD_S): one message costs its two ends as much as many answers do. Plans
 that have come and only continue the sequences of the one before are given to the runner together, if it has multi-step
 decode (`runners.multi_step`), as many as take no longer. On a rank with asynchronous steps the next plan, if it has
-come, may begin before the one before is finished (`runners.async_steps`). Otherwise it waits in the link unread. Only a
+come, may begin before the one before is finished (`async_steps.py`). Otherwise it waits in the link unread. Only a
 step whose draws are masked reads what comes next, which are its masks.
 
 The main thread keeps to a core while it executes steps, if the runner has one for it (`runners.recorded.home_core`).
@@ -24,10 +24,10 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.distributed.hierarchical import exchange_seconds
 from hetero_worker.errors import ExchangeAborted, ProtocolError
+from hetero_worker.process.async_steps import AsyncSteps
 from hetero_worker.process.gateway_link import Arrival, Event, GatewayLink
 from hetero_worker.process.messages import step_result, step_trace
 from hetero_worker.process.step_counts import StepCounts
-from hetero_worker.runners.async_steps import AsyncSteps
 from hetero_worker.runners.base import Runner, StepOutput
 from hetero_worker.runners.recorded.home_core import HomeCore
 from hetero_worker.runners.recorded.multi_step import may_follow, may_lead

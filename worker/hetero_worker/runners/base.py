@@ -5,8 +5,8 @@
     attach(exchange) → load(request) → allocate(...) → execute(plan 1), execute(plan 2), … → detach()
 
 `execute` begins a step and finishes it. A step may begin before the one before is finished, where its plan suits: the
-device then goes from one to the other without waiting for the host (`async_steps.py`). A rank with multi-step decode
-takes plans that came together in one `execute_many`.
+device then goes from one to the other without waiting for the host (`process/async_steps.py`). A rank with multi-step
+decode takes plans that came together in one `execute_many`.
 
 A new epoch starts again at `attach`; weights survive it, and `load` with an equal request costs nothing. Only
 the exchange may be touched by another thread (its `abort`), which ends a blocked `execute` with
@@ -24,6 +24,7 @@ ProtocolError (a plan or an order that does not fit the state), ExchangeError (a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -33,6 +34,43 @@ from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import logprobs_pb2, ranks_pb2
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.distributed.exchange import Exchange
+
+
+class WorkProgress:
+    """How far the rank's long work has come. One thread works; another reads `message`."""
+
+    def __init__(self) -> None:
+        self._now: ranks_pb2.Progress | None = None
+
+    @contextmanager
+    def of(self, work: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+        """Count a work of `total` units within the block; yield what takes the units done since the last call."""
+        self._now = ranks_pb2.Progress(work=work, total=max(1, total), unit=unit)
+        try:
+            yield self._advance
+        finally:
+            self._now = None
+
+    def message(self) -> ranks_pb2.Progress | None:
+        """Return the work under way; None if there is none. From any thread."""
+        return self._now
+
+    def _advance(self, amount: int) -> None:
+        now = self._now
+        if now is not None:  # a message that another thread may be sending is never changed
+            done = min(now.total, now.done + amount)
+            self._now = ranks_pb2.Progress(work=now.work, done=done, total=now.total, unit=now.unit)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftNeeds:
+    """Memory that a draft model takes of its rank's, in bytes."""
+
+    weight_bytes: int = 0
+    step_bytes: int = 0
+    """Of its largest step, and graphs of its steps."""
+    kv_bytes_per_token: int = 0
+    """Of its cache, which has as many blocks as the rank's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +111,10 @@ class LoadRequest:
     """Number of adapters that may be held at once, which memory is kept for."""
     max_adapter_rank: int = 0
     """Largest rank of an adapter."""
+    has_draft: bool = False
+    """True if rank 0 also loads the draft model that it was started with."""
+    draft: DraftNeeds = DraftNeeds()
+    """Memory of the draft model that this rank has loaded."""
     async_steps: bool = True
     """True if a step may begin before the one before is finished, where a rank can do that."""
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -113,6 +155,8 @@ class StepOutput:
     """Log-probabilities of the spans that want them, in batch order; complete on rank 0."""
     pooled: Sequence[ranks_pb2.PooledSpan] = ()
     """Sums of hidden states of the spans that want them, in batch order; complete on rank 0."""
+    drafts: Sequence[ranks_pb2.Proposal] = ()
+    """Proposals of the draft model, for the plan's draft_slots; on rank 0."""
     report: ranks_pb2.CommandReport | None = field(default=None)
     """Report of the plan's command; None for a plan without one."""
 

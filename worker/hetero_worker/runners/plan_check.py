@@ -96,6 +96,7 @@ class PlanCheck:
             return
         self._check_decoding()
         self._check_proposals()
+        self._check_drafts()
         for span in plan.spans:
             self._check_span(span)
         for slot in self._without_states:
@@ -231,6 +232,16 @@ class PlanCheck:
                     f"slot {slot} reaches {reached} tokens, max_model_len is {self._bounds.max_model_len}"
                 )
             self._check_room(slot, int(self._counts.num_blocks[slot]), needed=reached)
+
+    def _check_drafts(self) -> None:
+        slots = self._plan.draft_slots
+        if bool(slots) != bool(self._plan.num_drafts):
+            raise self._error(f"wants {self._plan.num_drafts} tokens drafted for {len(slots)} slots")
+        if len(set(slots)) < len(slots):
+            raise self._error("wants tokens drafted twice for a slot")
+        for slot in slots:
+            if slot >= self._bounds.max_num_seqs or not self._roles[slot]:
+                raise self._error(f"wants tokens drafted for slot {slot}, which does not decode")
 
     def _check_span(self, span: ranks_pb2.ScheduledSpan) -> None:
         if span.slot < self._bounds.max_num_seqs and self._roles[span.slot]:

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from hetero_api.errors import ModelError
 from hetero_api.rank_memory import StepLimits
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.backends.base import DeviceBackend
@@ -23,8 +24,9 @@ from hetero_worker.errors import ProtocolError
 from hetero_worker.layers.sampler import SampleTokens, sample_tokens
 from hetero_worker.memory.memory_pool import MemoryPool
 from hetero_worker.models.decoder import Decoder
-from hetero_worker.runners.base import LoadRequest, MaskSource, StepInFlight, StepOutput, no_masks
+from hetero_worker.runners.base import LoadRequest, MaskSource, StepInFlight, StepOutput, WorkProgress, no_masks
 from hetero_worker.runners.commands import GroupCommands
+from hetero_worker.runners.draft import DraftModel
 from hetero_worker.runners.model_state import ModelState, ServingCache, make_cache
 from hetero_worker.runners.profile_run import measure_workspace
 from hetero_worker.runners.recorded.multi_step import MultiStep, MultiStepDecode, is_plain
@@ -49,13 +51,23 @@ class PlanRunner:
         *,
         sample: SampleTokens = sample_tokens,
         measure: MeasureWorkspace = measure_workspace,
+        draft: DraftModel | None = None,
+        progress: WorkProgress | None = None,
     ) -> None:
+        """Create it without weights.
+
+        `draft`: the model that this rank loads beside its shard if it becomes rank 0. `progress`: what is told how far
+        loading has come.
+        """
+        self._progress = progress
         self._sample = sample
         self._sampler: ShardSampler = HOST_SAMPLER
         self._measure = measure
         self._workspaces: dict[StepLimits, int | None] = {}
         self._exchange: Exchange | None = None
         self._model_state = ModelState(backend)
+        self._draft_given = draft
+        self._draft: DraftModel | None = None
         self.backend: Final = backend
         self._commands = GroupCommands(self._model_state)
         self._times = StepTimes()
@@ -100,6 +112,8 @@ class PlanRunner:
         self._running.clear()
         self._commands.begin_epoch()
         self._model_state.begin_epoch()
+        if self._draft is not None:
+            self._draft.drop_cache()
         self._exchange = None
 
     def load(self, request: LoadRequest) -> ranks_pb2.Loaded:
@@ -107,9 +121,10 @@ class PlanRunner:
         logger.info("rank %d: with its group, before the load: %s", request.rank, self.backend.memory_pool.describe())
         state = self._model_state
         shard, load_s = state.take_shard(), 0.0
+        request = self._load_draft(request)
         if shard is None or not shard.serves(request):
             shard = None  # the old weights go before the new ones come
-            shard = load_shard(request, self.backend)
+            shard = load_shard(request, self.backend, progress=self._progress)
             load_s = shard.load_s
             self._sampler = self.backend.sampler()
             self._workspaces.clear()
@@ -118,8 +133,24 @@ class PlanRunner:
         steps = self.backend.steps
         report = shard.report(request, load_s=load_s, workspace=workspace, graph_sizes=steps.graph_sizes(request))
         report.kernels.extend((*steps.kernels(request, self._exchange), *_sampling_report(self._sampler)))
+        if self._draft is not None:
+            report.kernels.append(f"draft={self._draft.name}")
         state.hold(shard, request, report)
         return report
+
+    def _load_draft(self, request: LoadRequest) -> LoadRequest:
+        """Load the draft model if this rank is to have one; return the order with what that leaves of its memory."""
+        given, self._draft = self._draft_given, None
+        if not request.has_draft or request.rank != 0:
+            if given is not None:
+                given.drop()
+            return request
+        if given is None:
+            raise ModelError(
+                "spec.engine.speculative.draft: rank 0 was started without a draft model; restart ranks with --draft"
+            )
+        self._draft = given
+        return given.load(request)
 
     def _workspace_of(self, shard: LoadedShard, request: LoadRequest) -> int | None:
         """Return the memory of the largest step, measured once for a shard and its bounds."""
@@ -135,6 +166,9 @@ class PlanRunner:
         order = ranks_pb2.AllocateCache(num_blocks=num_blocks, block_size=block_size, num_snapshots=num_snapshots)
         cache = make_cache(order, self.backend, decoder=shard.decoder, request=request, report=report)
         self._model_state.cache = cache
+        if self._draft is not None:
+            self._draft.drop_cache()
+            self._draft.follow(self._model_state)
         return cache.num_bytes
 
     def execute(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> StepOutput:
@@ -212,7 +246,7 @@ class PlanRunner:
         if plan.HasField("command"):
             # Nothing here may refer to the cache: a command may have to free its memory.
             self._multi_steps.forget()
-            return FinishedStep(StepOutput(report=self._commands.run(plan.command, exchange, self._times)))
+            return FinishedStep(StepOutput(report=self._run_command(plan.command, exchange)))
         cache = self._model_state.cache
         if cache is None or not (plan.decode_slots or plan.spans):
             return FinishedStep(StepOutput())
@@ -223,6 +257,15 @@ class PlanRunner:
         step.compute(masks, before)
         self._running.append(step)
         return step
+
+    def _run_command(self, command: ranks_pb2.GroupCommand, exchange: Exchange) -> ranks_pb2.CommandReport:
+        replaces_cache = command.WhichOneof("action") in ("reset_cache", "sleep", "wake")
+        if self._draft is not None and replaces_cache:
+            self._draft.drop_cache()
+        report = self._commands.run(command, exchange, self._times)
+        if self._draft is not None:
+            self._draft.follow(self._model_state)
+        return report
 
     def _running_before(self, plan: ranks_pb2.StepPlan) -> RunningStep | None:
         """Return the running step, if there is one, and let the slots go on without its tokens."""
@@ -251,6 +294,7 @@ class PlanRunner:
             sample=self._sample,
             times=self._times,
             inputs=cache.async_inputs,
+            draft=self._draft,
         )
 
     def _check(self, plan: ranks_pb2.StepPlan) -> Exchange:

@@ -20,7 +20,7 @@ device in every such layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 
 import torch
@@ -34,6 +34,7 @@ from hetero_worker.layers.sampler import SampledRows, SampleTokens, prompt_logpr
 from hetero_worker.memory.streams import HOST, to_device
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadRequest, MaskSource, SampledToken, StepOutput
+from hetero_worker.runners.draft import DraftModel
 from hetero_worker.runners.forward import ForwardStates
 from hetero_worker.runners.input_batch import InputBatch, PooledRows, PromptRows, proposed_tokens
 from hetero_worker.runners.model_state import ServingCache
@@ -58,6 +59,8 @@ class StepContext:
     times: StepTimes
     inputs: DeviceTokenInputs | None
     """The cache's inputs, where a step may begin before the one before is finished."""
+    draft: DraftModel | None = None
+    """Of rank 0, if it has one."""
 
 
 def synchronous_because(request: LoadRequest) -> str:
@@ -179,7 +182,9 @@ class RunningStep:
     def can_be_followed(self) -> bool:
         """True if some plan may begin before this step is finished."""
         draws = self._draws
-        if self._context.inputs is None or draws is None or draws.device_tokens is None or self._plan.proposals:
+        if self._context.inputs is None or draws is None or draws.device_tokens is None:
+            return False
+        if self._plan.proposals or self._plan.draft_slots:
             return False
         return all(row.num_logprobs is None for row in draws.rows)
 
@@ -271,7 +276,8 @@ class RunningStep:
             )
         slots = context.cache.slots
         if self._plan.proposals:
-            return self._accept(draws, sampled)
+            output = self._accept(draws, sampled)
+            return replace(output, drafts=self._drafts())
         if draws.expected is None:
             slots.append_tokens(self._filled.draw_slots, sampled.tokens)
         else:
@@ -281,7 +287,15 @@ class RunningStep:
             logprobs=[logprobs for logprobs in sampled.logprobs if logprobs is not None],
             prompt_logprobs=self._prompts,
             pooled=self._pooled,
+            drafts=self._drafts(),
         )
+
+    def _drafts(self) -> Sequence[ranks_pb2.Proposal]:
+        """Let the draft model propose what follows the step's tokens."""
+        plan, context = self._plan, self._context
+        if context.draft is None or not plan.draft_slots:
+            return ()
+        return context.draft.propose(context.cache.slots, plan.draft_slots, plan.num_drafts)
 
     def _accept(self, draws: _Draws, sampled: SampledRows) -> StepOutput:
         """Give each slot its draws up to the first that differs from what was proposed in its place."""

@@ -21,7 +21,7 @@ from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.memory.budget import MemoryBudget, mib
 from hetero_worker.memory.memory_pool import MemoryPool
 from hetero_worker.models.decoder import Decoder
-from hetero_worker.runners.base import LoadRequest
+from hetero_worker.runners.base import LoadRequest, WorkProgress
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class LoadedShard:
         budget = replace(budget, available_bytes=self.memory_pool.available_bytes())
         logger.info("rank %d: memory for the KV cache: %s", request.rank, budget)
         return ranks_pb2.Loaded(
-            weight_bytes=self.weight_bytes,
+            weight_bytes=self.weight_bytes + request.draft.weight_bytes,
             kv_budget_bytes=_kv_budget_bytes(request, budget),
             kv_bytes_per_token=kv_cost(request).cache_bytes,
             load_s=load_s,
@@ -88,8 +88,14 @@ class LoadedShard:
         )
 
 
-def load_shard(request: LoadRequest, backend: DeviceBackend, *, kernel: LinearKernel | None = None) -> LoadedShard:
-    """Load the rank's shard. `kernel` None: the backend's.
+def load_shard(
+    request: LoadRequest,
+    backend: DeviceBackend,
+    *,
+    kernel: LinearKernel | None = None,
+    progress: WorkProgress | None = None,
+) -> LoadedShard:
+    """Load the rank's shard. `kernel` None: the backend's. `progress` counts bytes of weights.
 
     Raises ModelError, PlanError, WeightsChangedError, MemoryBudgetError; the last before anything is read.
     """
@@ -100,12 +106,13 @@ def load_shard(request: LoadRequest, backend: DeviceBackend, *, kernel: LinearKe
     decoder = empty_decoder(request, backend)
     kernel = kernel or backend.linear(DTYPES[request.dtype], batch_invariant=request.batch_invariant)
     weight_bytes = decoder.weight_bytes(kernel)
-    gather_bytes = decoder.attention.gather_bytes if kv_cost(request).cache_bytes else 0
+    gather_bytes = decoder.attention.gather_bytes if _own_kv_cost(request).cache_bytes else 0
     graphs = graph_memory(request, backend.steps.graph_sizes(request))
     budget = budget_of(request, weight_bytes, gather_bytes, pool, graph_bytes=graphs.total)
     _kv_budget_bytes(request, replace(budget, adapter_bytes=adapter_bytes(request, decoder)))
-    with pool.apart(), request.open_weights(request.directory) as checkpoint:
-        decoder.load(checkpoint, kernel)
+    counted = (progress or WorkProgress()).of("reading weights", weight_bytes, "B")
+    with pool.apart(), request.open_weights(request.directory) as checkpoint, counted as on_bytes:
+        decoder.load(checkpoint, kernel, on_bytes)
         formats = checkpoint.conversions.lines
         notes = checkpoint.left_out()
     _check_files(request)
@@ -152,7 +159,12 @@ def memory_of(request: LoadRequest) -> ModelMemory:
 
 
 def kv_cost(request: LoadRequest) -> KvCost:
-    """Return the cost of a token position on this rank."""
+    """Return the cost of a token position on this rank, in the cache of a draft model too."""
+    cost = _own_kv_cost(request)
+    return replace(cost, cache_bytes=cost.cache_bytes + request.draft.kv_bytes_per_token)
+
+
+def _own_kv_cost(request: LoadRequest) -> KvCost:
     return memory_of(request).kv_cost(request.shard_plan.ranks[request.rank])
 
 
@@ -169,8 +181,9 @@ def budget_of(
     memory, shard = memory_of(request), request.shard_plan.ranks[request.rank]
     return MemoryBudget(
         memory_bytes=int(request.memory_bytes * request.memory_utilization),
-        weight_bytes=weight_bytes,
+        weight_bytes=weight_bytes + request.draft.weight_bytes,
         workspace_bytes=memory.workspace_bytes(shard) + gather_bytes + memory.arriving_expert(shard),
+        draft_bytes=request.draft.step_bytes,
         runtime_bytes=pool.runtime_bytes(),
         state_bytes=memory.state_bytes(shard),
         snapshot_bytes=memory.snapshot_bytes(shard),
@@ -186,7 +199,7 @@ def adapter_bytes(request: LoadRequest, decoder: Decoder) -> int:
 
 def _kv_budget_bytes(request: LoadRequest, budget: MemoryBudget) -> int:
     """0 for a rank that owns nothing, however little memory it has. Raises MemoryBudgetError."""
-    if request.shard_plan.ranks[request.rank].is_empty:
+    if not kv_cost(request).cache_bytes and request.shard_plan.ranks[request.rank].is_empty:
         return 0
     return budget.kv_budget_bytes(kv_cost(request))
 

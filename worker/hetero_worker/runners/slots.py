@@ -220,6 +220,15 @@ class SlotTable:
         for i in kept:
             expected.samplings[i].settle(token_ids[i])
 
+    def mirror(self, other: SlotTable, slot: int, *, num_tokens: int, num_computed: int) -> None:
+        """Take over so many tokens of another table's slot, and its blocks; nothing is known of how it is drawn."""
+        self.token_ids[slot, :num_tokens] = other.token_ids[slot, :num_tokens]
+        self.last_tokens[slot] = other.token_ids[slot, num_tokens - 1]
+        self.block_tables[slot] = other.block_tables[slot]
+        num_blocks = int(other.counts.num_blocks[slot])
+        self.counts.set(slot, num_tokens=num_tokens, num_computed=num_computed, num_blocks=num_blocks)
+        self._samplings[slot] = self._samplings[slot] or SequenceSampling(ranks_pb2.Sampling(), ())
+
     def reports_spans(self, slot: int) -> bool:
         """Return whether more than a token is wanted of the slot's spans; False for a free or unknown slot."""
         sampling = self._samplings[slot] if slot < len(self._samplings) else None

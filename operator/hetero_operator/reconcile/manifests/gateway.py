@@ -6,6 +6,7 @@ One pod, and Recreate: two gateways would be two groups. Rank pods find whicheve
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any, Final
 
 from hetero_api.contract import (
@@ -47,7 +48,7 @@ from hetero_operator.reconcile.manifests.containers import (
     secret_folder,
     tmp_files,
 )
-from hetero_operator.reconcile.manifests.model_volumes import deliver_model, served_path
+from hetero_operator.reconcile.manifests.model_volumes import deliver_models, model_options
 from hetero_operator.reconcile.manifests.optional_kinds import pool_labels
 from hetero_operator.reconcile.manifests.rendering import Rendering, common_labels, manifest, workload_selector
 from hetero_operator.reconcile.names import GATEWAY_CONTAINER, gateway_ports
@@ -90,7 +91,7 @@ def plain_gateway_template(rendering: Rendering) -> dict[str, Any]:
     resources = gateway_resources(spec.gateway.resources)
     admin = SecretKeyRef(name=names.group_secret(rendering.revisions.ranks), key=SECRET_ADMIN_TOKEN_KEY)
     files = [
-        deliver_model(rendering, image=image, resources=resources, tokenizer_only=True),
+        deliver_models(rendering, image=image, resources=resources, tokenizer_only=True),
         _config(rendering),
         group_token(rendering),
         inside_certificate(rendering, SECRET_GATEWAY_CERTIFICATE, SECRET_GATEWAY_KEY),
@@ -129,7 +130,8 @@ def _container(
         rendering, GATEWAY_CONTAINER, image, resources=resources,
         command=["python", "-m", "hetero_gateway"],
         args=[
-            "--manifest", POD_MANIFEST, "--model", served_path(rendering.spec.model), "--host", "0.0.0.0", *listen,
+            "--manifest", POD_MANIFEST, *chain.from_iterable(model_options(rendering.spec).items()),
+            "--host", "0.0.0.0", *listen,
             *_access_arguments(rendering.spec.gateway),
             *(text for option in inside_arguments(rendering).items() for text in option),
         ],

@@ -1,5 +1,7 @@
 """Volumes and init containers that bring a model into a pod: at POD_MODEL_DIR, read-only for what serves it.
 
+A draft model comes in the same ways, to POD_DRAFT_DIR.
+
     pvc://    the claim, mounted
     file://   the node's folder, mounted
     oci://    the image, mounted; before Kubernetes 1.35 an init container of that image copies it (needs `cp` in it)
@@ -16,11 +18,12 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
-from hetero_api.contract import ENV_HUB_TOKEN_FILE, POD_CACHE_DIR, POD_HUB_TOKEN_FILE, POD_MODEL_DIR
+from hetero_api.contract import ENV_HUB_TOKEN_FILE, POD_CACHE_DIR, POD_DRAFT_DIR, POD_HUB_TOKEN_FILE, POD_MODEL_DIR
+from hetero_api.spec import HeteroInferenceSpec
 from hetero_api.spec_model import ModelSpec
 from hetero_operator.reconcile.manifests.containers import MountedFiles, container, secret_file, tmp_mount
 from hetero_operator.reconcile.manifests.rendering import Rendering
-from hetero_operator.reconcile.names import MODEL_CONTAINER
+from hetero_operator.reconcile.names import DRAFT_CONTAINER, MODEL_CONTAINER
 
 MODEL_VOLUME: Final = "model"
 MODEL_CLAIM_VOLUME: Final = "model-claim"
@@ -29,12 +32,12 @@ MODEL_FOLDER_VOLUME: Final = "model-folder"
 CACHE_VOLUME: Final = "model-cache"
 CACHE_CLAIM_VOLUME: Final = "model-cache-claim"
 CACHE_FOLDER_VOLUME: Final = "model-cache-folder"
+_DRAFT: Final = "draft-"
+"""Prefix of the names of the draft model's volumes."""
+_OWN_VOLUMES: Final = (MODEL_VOLUME, MODEL_CLAIM_VOLUME, MODEL_IMAGE_VOLUME, MODEL_FOLDER_VOLUME)
 MODEL_VOLUMES: Final = frozenset(
-    {
-        MODEL_VOLUME, MODEL_CLAIM_VOLUME, MODEL_IMAGE_VOLUME, MODEL_FOLDER_VOLUME,
-        CACHE_VOLUME, CACHE_CLAIM_VOLUME, CACHE_FOLDER_VOLUME,
-    }
-)  # fmt: skip
+    {*_OWN_VOLUMES, *map(_DRAFT.__add__, _OWN_VOLUMES), CACHE_VOLUME, CACHE_CLAIM_VOLUME, CACHE_FOLDER_VOLUME}
+)
 """Every volume that a model or its cache may be in."""
 HUB: Final = "hf"
 CLAIM: Final = "pvc"
@@ -80,23 +83,73 @@ def _folder_and_file(path: str) -> tuple[str, str]:
     return (folder, file) if file.endswith(_FILE_SUFFIX) else (path, "")
 
 
-def served_path(model: ModelSpec) -> str:
-    """Return the model's path within a pod."""
-    file = parse_model_uri(model.uri).file
-    return f"{POD_MODEL_DIR}/{file}" if file else POD_MODEL_DIR
+class _Delivery(NamedTuple):
+    """A model, where it goes in a pod, and what the names of its volumes begin with."""
+
+    model: ModelSpec
+    into: str
+    prefix: str = ""
+
+    @property
+    def container(self) -> str:
+        return DRAFT_CONTAINER if self.prefix else MODEL_CONTAINER
+
+    @property
+    def path(self) -> str:
+        file = parse_model_uri(self.model.uri).file
+        return f"{self.into}/{file}" if file else self.into
+
+    @property
+    def mount(self) -> dict[str, Any]:
+        return {"name": f"{self.prefix}{MODEL_VOLUME}", "mountPath": self.into}
 
 
-def deliver_model(rendering: Rendering, *, image: str, resources: dict[str, Any], tokenizer_only: bool) -> MountedFiles:
-    """Return the parts that bring the model into a pod; `image` and `resources` are for an init container."""
-    uri = parse_model_uri(rendering.spec.model.uri)
+def model_uris(spec: HeteroInferenceSpec) -> dict[str, ModelUri]:
+    """Return the URIs of the models of a group, by their paths."""
+    draft = spec.engine.speculative.draft
+    drafts = {} if draft is None else {"spec.engine.speculative.draft.uri": parse_model_uri(draft.uri)}
+    return {"spec.model.uri": parse_model_uri(spec.model.uri), **drafts}
+
+
+def model_options(spec: HeteroInferenceSpec) -> dict[str, str]:
+    """Return the options that say to a program in a pod where the models are."""
+    return dict(zip(("--model", "--draft"), (each.path for each in _deliveries(spec)), strict=False))
+
+
+def deliver_models(
+    rendering: Rendering, *, image: str, resources: dict[str, Any], tokenizer_only: bool
+) -> MountedFiles:
+    """Return the parts that bring the models into a pod; `image` and `resources` are for init containers."""
+    parts = [
+        _deliver(rendering, each, image=image, resources=resources, tokenizer_only=tokenizer_only)
+        for each in _deliveries(rendering.spec)
+    ]
+    # Fetched models share the cache and the Hub's token.
+    volumes = {volume["name"]: volume for part in parts for volume in part.volumes}
+    mounts = {mount["name"]: mount for part in parts for mount in part.mounts}
+    fillers = tuple(filler for part in parts for filler in part.init_containers)
+    return MountedFiles(tuple(volumes.values()), tuple(mounts.values()), fillers)
+
+
+def _deliveries(spec: HeteroInferenceSpec) -> list[_Delivery]:
+    """Return the model's delivery, and that of the draft model, which is fetched as the model is."""
+    model, draft = spec.model, spec.engine.speculative.draft
+    drafts = [] if draft is None else [model.model_copy(update={"uri": draft.uri, "revision": None})]
+    return [_Delivery(model, POD_MODEL_DIR), *(_Delivery(each, POD_DRAFT_DIR, _DRAFT) for each in drafts)]
+
+
+def _deliver(
+    rendering: Rendering, delivery: _Delivery, *, image: str, resources: dict[str, Any], tokenizer_only: bool
+) -> MountedFiles:
+    uri = parse_model_uri(delivery.model.uri)
     if uri.scheme == HUB:
-        return _fetched(rendering, image=image, resources=resources, tokenizer_only=tokenizer_only)
+        return _fetched(rendering, delivery, image=image, resources=resources, tokenizer_only=tokenizer_only)
     if uri.scheme == IMAGE and rendering.capabilities.version < IMAGE_VOLUMES_SINCE:
-        return _copied(rendering, uri, resources)
-    return _mounted(rendering, uri)
+        return _copied(rendering, delivery, uri, resources)
+    return _mounted(rendering, delivery, uri)
 
 
-def _mounted(rendering: Rendering, uri: ModelUri) -> MountedFiles:
+def _mounted(rendering: Rendering, delivery: _Delivery, uri: ModelUri) -> MountedFiles:
     volume: dict[str, Any]
     if uri.scheme == CLAIM:
         volume = {"name": MODEL_CLAIM_VOLUME, "persistentVolumeClaim": {"claimName": uri.source, "readOnly": True}}
@@ -105,46 +158,51 @@ def _mounted(rendering: Rendering, uri: ModelUri) -> MountedFiles:
         volume = {"name": MODEL_IMAGE_VOLUME, "image": {"reference": uri.source, "pullPolicy": policy}}
     else:
         volume = {"name": MODEL_FOLDER_VOLUME, "hostPath": {"path": uri.path, "type": "Directory"}}
+    volume["name"] = f"{delivery.prefix}{volume['name']}"
     below = {"subPath": uri.path} if uri.source and uri.path else {}
-    mount = {"name": volume["name"], "mountPath": POD_MODEL_DIR, "readOnly": True, **below}
+    mount = {"name": volume["name"], "mountPath": delivery.into, "readOnly": True, **below}
     return MountedFiles((volume,), (mount,))
 
 
-def _copied(rendering: Rendering, uri: ModelUri, resources: dict[str, Any]) -> MountedFiles:
+def _copied(rendering: Rendering, delivery: _Delivery, uri: ModelUri, resources: dict[str, Any]) -> MountedFiles:
     source = f"/{uri.path}/." if uri.path else f"/{uri.file}"  # the image's root holds more than a model
     copy = container(
-        rendering, MODEL_CONTAINER, uri.source, resources=resources,
-        command=["cp", "-a", source, POD_MODEL_DIR],
-        mounts=[{"name": MODEL_VOLUME, "mountPath": POD_MODEL_DIR}],
+        rendering, delivery.container, uri.source, resources=resources,
+        command=["cp", "-a", source, delivery.into],
+        mounts=[delivery.mount],
     )  # fmt: skip
-    return MountedFiles(({"name": MODEL_VOLUME, "emptyDir": {}},), (_model_mount(),), (copy,))
+    volume = {"name": delivery.mount["name"], "emptyDir": {}}
+    return MountedFiles((volume,), ({**delivery.mount, "readOnly": True},), (copy,))
 
 
-def _fetched(rendering: Rendering, *, image: str, resources: dict[str, Any], tokenizer_only: bool) -> MountedFiles:
-    model = rendering.spec.model
+def _fetched(
+    rendering: Rendering, delivery: _Delivery, *, image: str, resources: dict[str, Any], tokenizer_only: bool
+) -> MountedFiles:
+    model = delivery.model
     cache = _cache_volume(model)
     token = secret_file(_HUB_TOKEN, model.token_secret_ref, POD_HUB_TOKEN_FILE)
     fetch = container(
-        rendering, MODEL_CONTAINER, image, resources=resources,
+        rendering, delivery.container, image, resources=resources,
         command=["python", "-m", "hetero_client.model_delivery"],
-        args=_fetch_arguments(model, tokenizer_only=tokenizer_only),
+        args=_fetch_arguments(delivery, tokenizer_only=tokenizer_only),
         env={ENV_HUB_TOKEN_FILE: POD_HUB_TOKEN_FILE} if token.volumes else {},
         mounts=[
-            {"name": MODEL_VOLUME, "mountPath": POD_MODEL_DIR},
+            delivery.mount,
             {"name": cache["name"], "mountPath": POD_CACHE_DIR},
             tmp_mount(),
             *token.mounts,
         ],
     )  # fmt: skip
-    volumes = ({"name": MODEL_VOLUME, "emptyDir": {}}, cache, *token.volumes)
+    volumes = ({"name": delivery.mount["name"], "emptyDir": {}}, cache, *token.volumes)
     cache_mount = {"name": cache["name"], "mountPath": POD_CACHE_DIR, "readOnly": True}
-    return MountedFiles(volumes, (_model_mount(), cache_mount), (fetch,))
+    return MountedFiles(volumes, ({**delivery.mount, "readOnly": True}, cache_mount), (fetch,))
 
 
-def _fetch_arguments(model: ModelSpec, *, tokenizer_only: bool) -> list[str]:
+def _fetch_arguments(delivery: _Delivery, *, tokenizer_only: bool) -> list[str]:
+    model = delivery.model
     revision = ["--revision", model.revision] if model.revision else []
     scope = ["--tokenizer-only"] if tokenizer_only else []
-    return ["--uri", model.uri, *revision, "--cache", POD_CACHE_DIR, "--into", POD_MODEL_DIR, *scope]
+    return ["--uri", model.uri, *revision, "--cache", POD_CACHE_DIR, "--into", delivery.into, *scope]
 
 
 def _cache_volume(model: ModelSpec) -> dict[str, Any]:
@@ -154,7 +212,3 @@ def _cache_volume(model: ModelSpec) -> dict[str, Any]:
     if model.cache.host_path:
         return {"name": CACHE_FOLDER_VOLUME, "hostPath": {"path": model.cache.host_path, "type": "Directory"}}
     return {"name": CACHE_VOLUME, "emptyDir": {}}
-
-
-def _model_mount() -> dict[str, Any]:
-    return {"name": MODEL_VOLUME, "mountPath": POD_MODEL_DIR, "readOnly": True}

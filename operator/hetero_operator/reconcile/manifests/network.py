@@ -29,7 +29,7 @@ from hetero_api.contract import (
     ROUTER_PORT,
 )
 from hetero_operator.reconcile.exposure import Clients
-from hetero_operator.reconcile.manifests.model_volumes import HUB, parse_model_uri
+from hetero_operator.reconcile.manifests.model_volumes import HUB, model_uris
 from hetero_operator.reconcile.manifests.rendering import (
     OPERATOR_APPLICATION,
     Rendering,
@@ -203,7 +203,7 @@ def _metrics_from(rendering: Rendering) -> dict[str, Any]:
 def _outside(rendering: Rendering) -> list[dict[str, Any]]:
     """Return the rules for other hosts: name servers, and the many hosts that the files of a Hub model lie on."""
     rules = _name_servers(rendering)
-    is_fetched = parse_model_uri(rendering.spec.model.uri).scheme == HUB
+    is_fetched = any(uri.scheme == HUB for uri in model_uris(rendering.spec).values())
     if rendering.spec.network_policy.allow_model_egress and is_fetched:
         rules.append({"ports": [{"protocol": "TCP", "port": _HTTPS_PORT}]})
     return rules

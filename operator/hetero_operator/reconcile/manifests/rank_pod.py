@@ -48,10 +48,10 @@ from hetero_operator.reconcile.manifests.containers import (
     rank_scheduling,
     tmp_files,
 )
-from hetero_operator.reconcile.manifests.model_volumes import deliver_model, served_path
+from hetero_operator.reconcile.manifests.model_volumes import deliver_models, model_options
 from hetero_operator.reconcile.manifests.optional_kinds import CLAIM_NAME, device_class, gang_annotations, gang_labels
 from hetero_operator.reconcile.manifests.rendering import Rendering, common_labels, manifest, workload_selector
-from hetero_operator.reconcile.names import MODEL_CONTAINER
+from hetero_operator.reconcile.names import DRAFT_CONTAINER, MODEL_CONTAINER
 from hetero_operator.reconcile.rank_sets import RankContainer, RankSet
 
 _KIND: Final = ("apps/v1", "StatefulSet")
@@ -85,7 +85,7 @@ def rank_additions(spec: HeteroInferenceSpec, ranks: RankSet) -> list[Adaptation
     """Return what the user adds to the pods of a set, pool by pool."""
     by_pool: dict[str, set[str]] = {}
     for item in ranks.containers:
-        by_pool.setdefault(item.pool.name, {MODEL_CONTAINER}).add(item.name)
+        by_pool.setdefault(item.pool.name, {MODEL_CONTAINER, DRAFT_CONTAINER}).add(item.name)
     return [
         Adaptation.of(f"spec.pools[{index}]", pool, frozenset(by_pool[pool.name]))
         for index, pool in enumerate(spec.pools)
@@ -104,7 +104,7 @@ def plain_rank_template(rendering: Rendering, ranks: RankSet) -> dict[str, Any]:
     revision = {LABEL_REVISION: rendering.revisions.ranks}
     first = ranks.containers[0].pool  # scheduling is the same for all pools of a pod
     files = [
-        deliver_model(
+        deliver_models(
             rendering, image=_image(rendering, first), resources=rank_init_resources(first), tokenizer_only=False
         ),
         group_token(rendering),
@@ -178,7 +178,7 @@ def _arguments(rendering: Rendering, item: RankContainer) -> list[str]:
     is_cpu = pool.type == PoolType.CPU
     options = {
         "--gateway": f"{host}:{RANKS_PORT}",
-        "--model": served_path(rendering.spec.model),
+        **model_options(rendering.spec),
         "--pool": pool.name,
         "--ranks-per-pod": pool.ranks_per_pod,
         "--threads-per-rank": pool.cores_per_rank,

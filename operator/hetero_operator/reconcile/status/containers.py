@@ -20,7 +20,7 @@ from typing import Any, Final
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT, EXIT_STUCK, EXIT_USAGE
 from hetero_operator.reconcile.manifests.model_volumes import MODEL_VOLUMES
 from hetero_operator.reconcile.model import PodEvent
-from hetero_operator.reconcile.names import MODEL_CONTAINER
+from hetero_operator.reconcile.names import DRAFT_CONTAINER, MODEL_CONTAINER
 from hetero_operator.reconcile.status.reasons import Level, Reason, Trouble, absent, broken
 from hetero_operator.reconcile.status.text import last_line, parsed_time, steady
 
@@ -131,7 +131,7 @@ def main_trouble(status: Mapping[str, Any], around: Surroundings) -> Trouble | N
 def init_trouble(status: Mapping[str, Any], around: Surroundings) -> Trouble | None:
     """Return why a container that has to end before others start has not, None when it has."""
     state = status.get("state") or {}
-    is_model = status.get("name") == MODEL_CONTAINER
+    is_model = status.get("name") in (MODEL_CONTAINER, DRAFT_CONTAINER)
     ended = Ending.from_state(state)
     if ended is not None and ended.exit_code == 0:
         return None

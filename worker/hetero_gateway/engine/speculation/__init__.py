@@ -3,5 +3,6 @@
 Tokens are what they would be without: every proposed one is drawn in its place, and counts only if the draw equals it.
 
 ngram       proposals from what prompt and outputs hold already
+draft       proposals of a smaller model, which rank 0 computes
 speculator  whether a proposal pays, and how long it is to be
 """

@@ -12,16 +12,21 @@ show what of it was right. So a completion whose guesses fail costs ranks nothin
 As many tokens are proposed as promise the most tokens per second by these numbers, and none that a completion's own
 acceptance makes improbable. With `only_if_faster` (Auto) none are proposed unless that is `MARGIN` times the tokens per
 second of steps that overlap. With more than `MOST_COMPLETIONS` nothing is looked up: each row costs arithmetic then.
+
+A draft model's guesses are not free: rank 0 computes them behind a step's draws. So what is chosen by these numbers is
+how many tokens to draft behind a step; what was drafted is proposed. A new completion is expected to be as easy as the
+last ones, and where nothing was drafted for `RETRY_STEPS`, all that was learned is forgotten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from hetero_gateway.engine.config import SpeculationConfig
 from hetero_gateway.engine.request import Completion
+from hetero_gateway.engine.speculation.draft import DraftProposer
 from hetero_gateway.engine.speculation.ngram import NGramProposer
 from hetero_gateway.engine.step import ScheduledStep
 
@@ -42,11 +47,23 @@ _MEMORY: Final = 8
 """Steps after which one that was unlike the others hardly counts."""
 
 
+class Proposer(Protocol):
+    """Source of proposals. A wrong one costs time, and changes nothing else."""
+
+    def propose(self, completion: Completion, most: int) -> Sequence[int]:
+        """Return at most so many tokens that may follow the completion's known ones; none if there is no idea."""
+        ...
+
+    def ended(self, completion: Completion) -> None:
+        """Take note that a completion has ended."""
+        ...
+
+
 class Acceptance:
     """How often proposed tokens of one completion are right: the chance of each if those before it are."""
 
-    def __init__(self) -> None:
-        self._right = _FIRST_RATE * _FIRST_WEIGHT
+    def __init__(self, first_rate: float = _FIRST_RATE) -> None:
+        self._right = first_rate * _FIRST_WEIGHT
         self._tried = _FIRST_WEIGHT
         self._guess: Sequence[int] = ()
         self._begin = 0
@@ -102,24 +119,28 @@ class StepSeconds:
         self._answered_s = 0.0
         self._since_proposal = 0
 
-    def add(self, step: ScheduledStep, *, began_s: float, seconds: float, on_ranks_s: float) -> None:
-        """Count an answered step.
+    def add(self, step: ScheduledStep, *, began_s: float, seconds: float, on_ranks_s: float) -> bool:
+        """Count an answered step; return whether steps with proposals were forgotten.
 
         Answers of steps that overlap come together, so ranks know better how long each took.
         """
         gap_s, self._answered_s = began_s - self._answered_s, began_s + seconds
         if step.spans or step.masked or not step.decodes.slots:
-            return
+            return False
         if not step.proposals:
+            if step.plan.draft_slots:
+                return False
             self._plain.setdefault(step.num_tokens, _Mean()).add(on_ranks_s)
             self._since_proposal += 1
-            if self._since_proposal == RETRY_STEPS:
-                self._proposing.clear()
-            return
+            if self._since_proposal % RETRY_STEPS:
+                return False
+            self._proposing.clear()
+            return True
         self._since_proposal = 0
         # Making the next step takes time, too, while ranks wait; a longer gap is one in which nobody asked.
         waited_s = gap_s if 0 < gap_s < seconds else 0.0
         self._proposing.setdefault(step.num_tokens, _Mean()).add(seconds + waited_s)
+        return False
 
     def plain(self, rows: int) -> float | None:
         """Return the seconds of a step that only decodes; None if they are not known."""
@@ -163,10 +184,13 @@ class _Came:
 class Speculator:
     """Decides on the proposals of one engine. Without a config it proposes nothing, and does nothing."""
 
-    def __init__(self, config: SpeculationConfig | None, proposer: NGramProposer | None = None) -> None:
+    def __init__(self, config: SpeculationConfig | None, proposer: Proposer | None = None) -> None:
         self._config = config
-        self._proposer = proposer or NGramProposer()
+        self._drafts = DraftProposer() if config is not None and config.drafts else None
+        self._proposer = proposer or self._drafts or NGramProposer()
         self._acceptances: dict[Completion, Acceptance] = {}
+        self._usual_rate = _FIRST_RATE
+        """Acceptance of drafts of the last completions."""
         self._seconds, self._came = StepSeconds(), _Came()
 
     def add_step(
@@ -178,7 +202,10 @@ class Speculator:
         """
         if self._config is None:
             return
-        self._seconds.add(step, began_s=began_s, seconds=seconds, on_ranks_s=on_ranks_s)
+        forgot = self._seconds.add(step, began_s=began_s, seconds=seconds, on_ranks_s=on_ranks_s)
+        if forgot and self._drafts is not None:
+            self._acceptances.clear()
+            self._usual_rate = _FIRST_RATE
         if step.proposals:
             self._came.add(step, num_tokens=num_tokens)
 
@@ -186,7 +213,8 @@ class Speculator:
         """Return the config in force and what has come of it, for a person; "" without a config."""
         if self._config is None:
             return ""
-        return f"{'Auto' if self._config.only_if_faster else 'NGram'}, {self._came.describe()}"
+        source = "NGram" if self._drafts is None else "Draft"
+        return f"{f'Auto ({source})' if self._config.only_if_faster else source}, {self._came.describe()}"
 
     def begin_epoch(self) -> None:
         """Forget how fast the ranks were: there are others."""
@@ -195,12 +223,33 @@ class Speculator:
     def ended(self, completion: Completion) -> None:
         """Take note that a completion has ended."""
         if self._config is not None:
-            self._acceptances.pop(completion, None)
+            acceptance = self._acceptances.pop(completion, None)
+            if acceptance is not None:
+                acceptance.look(completion.token_ids)
+                self._usual_rate += (acceptance.rate - self._usual_rate) / 2
             self._proposer.ended(completion)
 
     def is_worth_a_wait(self, completions: Sequence[Completion]) -> bool:
         """Return whether to let the steps out come back, so that tokens may be proposed to completions that decode."""
+        if self._drafts is not None:
+            return self.num_drafts(completions, most=MOST_COMPLETIONS * len(completions)) > 0
         return bool(self._config is not None and self._choose(self._config, completions, most=MOST_COMPLETIONS))
+
+    def num_drafts(self, completions: Sequence[Completion], *, most: int) -> int:
+        """Return how many tokens to draft for each behind a step in which these decode, `most` in all; 0: none."""
+        config, number = self._config, len(completions)
+        if config is None or self._drafts is None or not 0 < number <= MOST_COMPLETIONS:
+            return 0
+        lengths = {each: self._length(config, each, most // number) for each in completions}
+        plain_s = self._seconds.plain(number)
+        if plain_s is None:
+            return 0 if config.only_if_faster else max(lengths.values())
+        return self._best_length(lengths, plain_s, margin=MARGIN if config.only_if_faster else 0.0)
+
+    def take_draft(self, completion: Completion, token_ids: Sequence[int]) -> None:
+        """Take what the draft model proposes behind the completion's known tokens."""
+        if self._drafts is not None:
+            self._drafts.take(completion, token_ids)
 
     def proposals(self, completions: Sequence[Completion], *, most: int) -> dict[Completion, Sequence[int]]:
         """Return the proposals for a step in which these decode, with at most `most` tokens in all."""
@@ -223,9 +272,21 @@ class Speculator:
                 ideas[completion] = tokens
                 most -= len(tokens)
         plain_s = self._seconds.plain(len(completions))
-        if not ideas or plain_s is None:
+        if not ideas or self._drafts is not None:
+            return ideas
+        if plain_s is None:
             return {} if config.only_if_faster else ideas
-        return self._fastest(ideas, len(completions), plain_s, margin=MARGIN if config.only_if_faster else 0.0)
+        lengths = {completion: len(ideas.get(completion, ())) for completion in completions}
+        best = self._best_length(lengths, plain_s, margin=MARGIN if config.only_if_faster else 0.0)
+        return {completion: tokens[:best] for completion, tokens in ideas.items()} if best else {}
+
+    def _length(self, config: SpeculationConfig, completion: Completion, most: int) -> int:
+        """Return how many tokens to draft behind the next one are worth it by the completion's own acceptance."""
+        acceptance = self._acceptances.setdefault(completion, Acceptance(self._usual_rate))
+        acceptance.look(completion.token_ids)
+        room = completion.max_num_tokens - completion.num_tokens - 2
+        width = _width(acceptance.rate, config.max_tokens)
+        return max(0, min(width if config.only_if_faster else max(width, 1), room, most))
 
     def _idea(self, config: SpeculationConfig, completion: Completion) -> Sequence[int]:
         """Return the tokens that are worth a proposal by the completion's own acceptance."""
@@ -240,24 +301,23 @@ class Speculator:
         tokens = tokens[: next((i for i, token in enumerate(tokens) if token in ends), len(tokens))]
         if not acceptance.is_guessing:
             acceptance.guess(tokens, begin=completion.num_tokens)
-        return tokens[: _width(acceptance.rate, config.max_tokens)]
+        return tokens if self._drafts is not None else tokens[: _width(acceptance.rate, config.max_tokens)]
 
-    def _fastest(
-        self, ideas: dict[Completion, Sequence[int]], number: int, plain_s: float, *, margin: float
-    ) -> dict[Completion, Sequence[int]]:
-        """Return the ideas, cut to the length that promises the most tokens per second.
+    def _best_length(self, lengths: Mapping[Completion, int], plain_s: float, *, margin: float) -> int:
+        """Return the length, to which proposals of these lengths are cut, that promises the most tokens per second.
 
-        None if that is less than `margin` times what `number` completions get in steps of `plain_s`.
+        0 if that is less than `margin` times what the completions get in steps of `plain_s`.
         """
+        number = len(lengths)
         best, best_length = margin * number / plain_s, 0
-        for length in range(1, max(map(len, ideas.values())) + 1):
-            cut = {completion: tokens[:length] for completion, tokens in ideas.items()}
-            rows = number + sum(map(len, cut.values()))
-            tokens = number + sum(_expected(self._acceptances[each].rate, len(cut[each])) for each in cut)
+        for length in range(1, max(lengths.values()) + 1):
+            cut = {completion: min(length, own) for completion, own in lengths.items()}
+            rows = number + sum(cut.values())
+            tokens = number + sum(_expected(self._acceptances[each].rate, own) for each, own in cut.items() if own)
             speed = tokens / self._seconds.proposing(rows, plain_s=plain_s, plain_rows=number)
             if speed > best:
                 best, best_length = speed, length
-        return {completion: tokens[:best_length] for completion, tokens in ideas.items()} if best_length else {}
+        return best_length
 
 
 def _width(rate: float, most: int) -> int:

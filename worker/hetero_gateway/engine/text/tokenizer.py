@@ -92,6 +92,16 @@ class TextTokenizer:
         """Return the number of tokens with a text; the model's vocabulary may be padded beyond them."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
+    def difference_to(self, other: TextTokenizer) -> str:
+        """Return a token that another tokenizer has another id for, in words; "" if all ids mean the same."""
+        own, others = (each._tokenizer.get_vocab(with_added_tokens=True) for each in (self, other))
+        token = min(
+            (token for token in own.keys() | others.keys() if own.get(token) != others.get(token)), default=None
+        )
+        if token is None:
+            return ""
+        return f"token {token!r} is {others.get(token, 'absent')} there, and {own.get(token, 'absent')} here"
+
     @property
     def has_chat_template(self) -> bool:
         """Return whether conversations can be encoded."""

@@ -16,7 +16,7 @@ from typing import Final, Self
 import torch
 
 from hetero_api.model_config import ModelConfig
-from hetero_api.sharding import LayerShard, RankShard, ShardPlan, UnitRange
+from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.backends.base import Work
 from hetero_worker.backends.cuda.backend import CudaBackend
@@ -159,21 +159,6 @@ class ShapesOnly(Checkpoint):
         """Do nothing: no file is read."""
 
 
-def whole_plan(config: ModelConfig) -> ShardPlan:
-    """Return the plan of a model that one rank owns alone."""
-    heads = UnitRange(0, config.num_kv_heads)
-    layers = tuple(
-        LayerShard(
-            heads,
-            UnitRange(0, config.mlp_columns(layer)),
-            UnitRange(0, config.num_experts if layer in config.expert_layers else 0),
-        )
-        for layer in range(config.num_layers)
-    )
-    rows = UnitRange(0, config.vocab_size)
-    return ShardPlan((RankShard(layers, rows, rows),))
-
-
 @dataclass
 class AbsentRank:
     """A rank with a whole model on a GPU that is not there. It takes plans without ids."""
@@ -198,7 +183,7 @@ class AbsentRank:
                 directory=Path("shapes"),
                 config=self.config,
                 dtype=self.dtype,
-                shard_plan=whole_plan(self.config),
+                shard_plan=ShardPlan.whole(self.config),
                 rank=0,
                 max_model_len=min(self.max_model_len, self.config.max_position),
                 max_num_batched_tokens=self.max_num_batched_tokens,

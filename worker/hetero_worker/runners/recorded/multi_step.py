@@ -33,7 +33,7 @@ from hetero_worker.sampling.decision import check_finite
 
 def may_lead(plan: ranks_pb2.StepPlan) -> bool:
     """Return whether a multi-step may begin with the plan, as far as the plan itself tells."""
-    others = plan.spans or plan.masked_slots or plan.proposals or plan.HasField("command")
+    others = plan.spans or plan.masked_slots or plan.proposals or plan.draft_slots or plan.HasField("command")
     return bool(plan.decode_slots) and not others
 
 

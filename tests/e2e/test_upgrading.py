@@ -1,0 +1,93 @@
+"""From an earlier release to this one and back, on two real nodes, under a load that never pauses.
+
+HETERO_E2E_BEFORE is a folder with the earlier release, as `make release` made it there: its chart and its images. Its
+version has to be another: gateways and ranks of two versions refuse one another.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from hetero_api.contract import ANNOTATION_RESTARTED_AT, VERSION
+from tests.e2e.conftest import RELEASE, SYSTEM, install_operator, is_available
+from tests.e2e.harness.node_settings import NodePlan
+from tests.e2e.replicas import NAME, NAMESPACE, STREAMS, check, disturbed, manifest, pods_of, undisturbed, wait_replicas
+from tests.e2e.served import Served, restarts_of
+from tests.e2e.site import Site, image_archives, own_nodes
+from tests.support.helm import CHART
+
+BEFORE: Final = "HETERO_E2E_BEFORE"
+
+
+@pytest.fixture(scope="module")
+def earlier() -> Path:
+    """The chart of the earlier release."""
+    if os.environ.get("KUBECONFIG"):
+        pytest.skip("installs two releases: only on nodes of our own")
+    folder = os.environ.get(BEFORE)
+    if not folder:
+        pytest.skip(f"{BEFORE} names no folder with an earlier release: make release DIST=FOLDER there")
+    (found,) = Path(folder).glob("*.tgz")
+    assert VERSION not in found.name, f"{found} is of this version"
+    return found
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory, smollm2: Path, earlier: Path) -> Iterator[Site]:
+    """Two nodes with the images of both releases, and the operator of the earlier one."""
+    images = [*image_archives(os.environ, more=("router",)).values(), *sorted(earlier.parent.glob("*.tar"))]
+    plans = [NodePlan(f"node-{number}", static=False) for number in (1, 2)]
+    folder = tmp_path_factory.mktemp("upgrading")
+    with (
+        own_nodes(os.environ, folder, smollm2, plans=plans, images={plan.name: images for plan in plans}) as site,
+        install_operator(site, earlier),
+    ):
+        site.create_namespace(NAMESPACE)
+        yield site
+
+
+def versions(served: Served) -> set[str]:
+    """Tags of the images that ranks and gateways run."""
+    return {pod["spec"]["containers"][0]["image"].rpartition(":")[2] for pod in pods_of(served)}
+
+
+def restart(served: Served, when: str) -> None:
+    """As `kubectl rollout restart` does: replica by replica, with what the operator renders today."""
+    served.site.kubectl(
+        "annotate", "hinf", NAME, f"--namespace={NAMESPACE}", f"{ANNOTATION_RESTARTED_AT}={when}", "--overwrite"
+    )
+    wait_replicas(served, 2)
+
+
+def test_an_upgrade_and_a_rollback_fail_no_request(site: Site, earlier: Path) -> None:
+    served = Served(site, NAMESPACE, NAME)
+    served.apply(manifest(site, 2, routed=False))
+    wait_replicas(served, 2)
+    texts = undisturbed(served)
+    assert len(texts) == STREAMS
+    before = earlier.stem.rpartition("-")[2]
+    assert versions(served) == {before}
+    seen: list[set[str]] = []
+
+    def change() -> None:
+        for chart, version in ((CHART, VERSION), (None, before)):
+            pods = restarts_of({pod["metadata"]["name"]: pod for pod in pods_of(served)})
+            if chart is None:
+                site.helm.run("rollback", RELEASE, f"--namespace={SYSTEM}")
+            else:
+                site.helm.run("upgrade", RELEASE, chart, f"--namespace={SYSTEM}", values=dict(site.chart_values))
+            (deployment,) = site.client.list_all("Deployment", SYSTEM)
+            name = deployment["metadata"]["name"]
+            site.client.wait_for("Deployment", name, SYSTEM, until=is_available, timeout_s=180)
+            wait_replicas(served, 2)
+            assert restarts_of({pod["metadata"]["name"]: pod for pod in pods_of(served)}) == pods
+            restart(served, f"to-{version}")
+            seen.append(versions(served))
+
+    check(disturbed(served, "upgrade", change), texts)
+    assert seen == [{VERSION}, {before}]
