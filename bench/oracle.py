@@ -189,7 +189,7 @@ def measure_oracle(
     source = random.Random(0)
     prompt = [source.randrange(1000, 20_000) for _ in range(64)]
     rank.serve(prompt)
-    figures = []
+    figures: list[Mapping[str, float]] = []
     for rate in RATES:
         before = rank.serve(prompt)
         course = rank.serve(prompt, known=before.token_ids, rate=rate)

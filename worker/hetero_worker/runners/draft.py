@@ -254,6 +254,7 @@ class DraftedBlocks:
     """Tokens whose keys and values each block of the draft model's cache holds, and a hash of all tokens before."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
         self._tokens: Int32Array = np.zeros((num_blocks, block_size), dtype=np.int32)
         self._counts = np.zeros(num_blocks, dtype=np.int64)
         self._prefixes = np.zeros(num_blocks, dtype=np.int64)
@@ -264,7 +265,7 @@ class DraftedBlocks:
 
         Blocks of a bound slot hold what was found once: nobody else writes to them.
         """
-        walk, size = self._walks.get(slot), self._tokens.shape[1]
+        walk, size = self._walks.get(slot), self._block_size
         if walk is None or walk.owner is not owner:
             walk = self._walks[slot] = _Walk(owner)
         while True:
@@ -281,7 +282,7 @@ class DraftedBlocks:
 
     def write(self, slot: int, tokens: Int32Array, table: Int32Array, begin: int) -> None:
         """Take note that `tokens` are held from index `begin` on, which `num_held` returned for the slot."""
-        walk, size, end = self._walks[slot], self._tokens.shape[1], len(tokens)
+        walk, size, end = self._walks[slot], self._block_size, len(tokens)
         prefix = walk.prefix
         for index in range(walk.blocks, -(-end // size)):
             first, block = index * size, table[index]
