@@ -122,8 +122,11 @@ def _cache(scene: Scene) -> Path:
 # --- weights --------------------------------------------------------------------------------------------------
 
 
-def _with_other_weights(scene: Scene, change: Callable[[bytes], bytes]) -> None:
-    """A rank starts again from a file that is not what it was."""
+def _with_other_weights(scene: Scene, change: Callable[[bytes], bytes], *, is_readable: bool = False) -> None:
+    """A rank starts again from a file that is not what it was.
+
+    One that can be read makes a rank that the group refuses, until it starts again from the right file.
+    """
     path = scene.model / MODEL_FILE
     genuine = path.read_bytes()
     spoilt = path.with_suffix(".new")
@@ -133,13 +136,18 @@ def _with_other_weights(scene: Scene, change: Callable[[bytes], bytes]) -> None:
     spoilt.rename(path)
     try:
         scene.strike("holder", signal.SIGKILL)
-        wait_until(lambda: scene.group.process.poll() is not None, 60, scene.group.describe)
+        if is_readable:
+            time.sleep(2 * HOLD_S)
+        else:
+            wait_until(lambda: scene.group.process.poll() is not None, 60, scene.group.describe)
     finally:
         whole.rename(path)
+    if is_readable:
+        scene.strike("holder", signal.SIGKILL)
 
 
-def _spoils(change: Callable[[bytes], bytes]) -> Callable[[Scene], None]:
-    return partial(_with_other_weights, change=change)
+def _spoils(change: Callable[[bytes], bytes], *, is_readable: bool = False) -> Callable[[Scene], None]:
+    return partial(_with_other_weights, change=change, is_readable=is_readable)
 
 
 def _cut(content: bytes) -> bytes:
@@ -317,7 +325,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault("roll-out", Scene.roll_out, _HEALS, ("decode", "queueing", "healing", "asleep"), loses_gateway=True),
     # What cannot be healed.
     Fault("weights are cut", _spoils(_cut), _ENDS, ("decode", "asleep"), target="holder"),
-    Fault("weights are others", _spoils(_flipped), _ENDS, ("decode", "asleep"), target="holder"),
+    Fault("weights are others", _spoils(_flipped, is_readable=True), _HEALS, ("decode", "asleep"), target="holder"),
     Fault("weights have no header", _spoils(_no_header), _ENDS, ("decode",), target="holder"),
     Fault("kill launcher", kills(LAUNCHER), _ENDS, ("prefill", "decode", "healing", "asleep")),
     Fault("end launcher", kills(LAUNCHER, number=signal.SIGTERM), _ENDS, ("prefill", "decode", "healing", "asleep")),

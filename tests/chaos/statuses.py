@@ -61,6 +61,7 @@ class TopologyClaim:
     """The launcher's record of the same moment, by name."""
     rests: bool = False
     held_bytes: int = 0
+    """KV cache while it rests: at level 1 weights stay in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +82,8 @@ class Claims:
 
     def overclaims(self, wounds: Iterable[Wound]) -> list[str]:
         """Return claims that said more than was true."""
-        return [
-            *_of_counts(self.topologies),
-            *(text for wound in wounds for text in _of_wound(wound, self.topologies, self.records)),
-        ]
+        of_wounds = (text for wound in wounds for text in _of_wound(wound, self.topologies, self.records))
+        return list(dict.fromkeys([*_of_counts(self.topologies), *of_wounds]))
 
 
 def _of_counts(topologies: Sequence[TopologyClaim]) -> list[str]:
@@ -166,6 +165,6 @@ class Watcher:
                         tuple(rank.joined for rank in seen.ranks),
                         record.processes,
                         rests=rests,
-                        held_bytes=sum(rank.weight_bytes + rank.kv_bytes for rank in seen.ranks) if rests else 0,
+                        held_bytes=sum(rank.kv_bytes for rank in seen.ranks) if rests else 0,
                     )
                 )
