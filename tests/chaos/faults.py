@@ -324,7 +324,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     # Another spec at the same doors.
     Fault("roll-out", Scene.roll_out, _HEALS, ("decode", "queueing", "healing", "asleep"), loses_gateway=True),
     # What cannot be healed.
-    Fault("weights are cut", _spoils(_cut), _ENDS, ("decode", "asleep"), target="holder"),
+    Fault("weights are cut", _spoils(_cut, is_readable=True), _HEALS, ("decode", "asleep"), target="holder"),
     Fault("weights are others", _spoils(_flipped, is_readable=True), _HEALS, ("decode", "asleep"), target="holder"),
     Fault("weights have no header", _spoils(_no_header), _ENDS, ("decode",), target="holder"),
     Fault("kill launcher", kills(LAUNCHER), _ENDS, ("prefill", "decode", "healing", "asleep")),
