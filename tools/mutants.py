@@ -105,7 +105,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "tiles: what the first term cuts off is dropped",
-        "worker/hetero_worker/native/compute/linear_tiles.c",
+        "worker/hetero_worker/native/compute/tile_products.h",
         "v[i] = v[i] - (f32x16)parts[i];",
         "v[i] = hc_all(0);",
         ("tests/unit/native_compute/test_tiles.py",),
