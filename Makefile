@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE ?= 0
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install native demo test test-rest test-all test-unit test-distributed test-sanitizers fuzz chaos soak test-healing test-gpu test-cuda-wheel test-cluster test-e2e kubernetes bench-peers bench-peers-install bench-scaling bench-perplexity bench-engine bench-operator bench-recovery bench-exchange bench-exchange-hosts bench-prediction bench-cuts bench-gpu lint format type protos manifests docs site chart golden verify bench base-image images locks audit check-images record-images release clean
+.PHONY: help install native demo test test-rest test-all test-unit test-distributed test-sanitizers fuzz chaos soak test-healing test-release test-gpu test-cuda-wheel test-cluster test-e2e kubernetes bench-peers bench-peers-install bench-scaling bench-perplexity bench-engine bench-operator bench-recovery bench-exchange bench-exchange-hosts bench-prediction bench-cuts bench-gpu lint format type protos manifests docs site chart golden verify bench base-image images locks audit check-images record-images release clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9-]+:.*## / {printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,10 @@ SOAK_MINUTES ?= 60
 soak: $(STAMP) $(NATIVE) ## Serve for SOAK_MINUTES (60) at 70 % load; fail if a process grows or a request is lost; writes bench/results
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	$(BIN)/python -m bench.soak --minutes $(SOAK_MINUTES)
+
+test-release: $(STAMP) ## Build a wheel of the commit, and serve from an environment that has nothing else, without a compiler
+	@$(BIN)/hetero model fetch smollm2-135m-instruct
+	HETERO_TEST_RELEASE=1 $(BIN)/pytest tests/distributed/test_release_wheel.py -q -m ""
 
 test-gpu: $(STAMP) $(NATIVE) ## Run the tests that need an NVIDIA GPU; without one they are skipped, and say so
 	$(BIN)/pytest tests/gpu -q -rs

@@ -23,7 +23,13 @@ TIMEOUT_S = 600
 TIME = 1_700_000_000
 HEAVY = {"torch", "numpy", "transformers", "kopf"}
 
-pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
+pytestmark = [
+    pytest.mark.timeout(2 * TIMEOUT_S),
+    pytest.mark.skipif(
+        "HETERO_TEST_RELEASE" not in os.environ,
+        reason="`make test-release` runs it: it compiles a wheel, and installs that with torch",
+    ),
+]
 
 
 @pytest.fixture(scope="module")
