@@ -104,7 +104,7 @@ which load, be it the GPU alone, CPU ranks alone or both; and each rank's memory
 manifest every rank of the machine takes part, sequences have up to 33,792 tokens, a step up to 2,048, and weights get
 4 bits at load, unless the checkpoint has them already. A manifest says all that itself:
 
-    hetero plan examples/gpu-cpu-auto.yaml --assume xeon6454s-rtx4090 --model glm-4.5-air
+    hetero plan examples/gpu-cpu-auto.yaml --assume xeon6454s-rtx4090 --model qwen3-30b-a3b
 
 **Predictions are arithmetic.** A part takes as long as its bytes at the memory's bandwidth, or its operations at the
 rate of a large matrix product, whichever is longer, and ranks wait for one another after each half of a layer.
