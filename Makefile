@@ -66,9 +66,9 @@ test-healing: $(STAMP) $(NATIVE) ## Kill and freeze ranks 50 times in a row unde
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	HETERO_HEALING_KILLS=50 $(BIN)/pytest tests/distributed/test_healing.py -q -s --timeout=0
 
-# Variables: ONLY='kill leader' (pairs whose name has it). Root plays full disks and cut networks, too, in namespaces of its own.
+# Variables: ONLY='kill leader' (pairs whose name has it), QUICK=1 (a dozen of them). Root plays full disks and cut networks, too, in namespaces of its own.
 chaos: $(STAMP) $(NATIVE) ## Play 376 faults at moments of real groups under real clients, in an hour or two; prints a row each
-	$(BIN)/python -m tests.chaos $(if $(ONLY),--only '$(ONLY)')
+	$(BIN)/python -m tests.chaos $(if $(QUICK),--quick) $(if $(ONLY),--only '$(ONLY)')
 
 SOAK_MINUTES ?= 60
 soak: $(STAMP) $(NATIVE) ## Serve for SOAK_MINUTES (60) at 70 % load; fail if a process grows or a request is lost; writes bench/results

@@ -3,7 +3,7 @@
     python -m tests.chaos                      # all pairs
     python -m tests.chaos --list               # what there is
     python -m tests.chaos --only "kill leader" --only "/ asleep"
-    python -m tests.chaos --quick              # the few that `make test-all` plays
+    python -m tests.chaos --quick              # a dozen, in a minute on a quiet machine
 
 As root it runs in namespaces of its own, where file systems fill up and networks drop packets; other users skip those
 pairs, and the last line counts them.

@@ -26,7 +26,7 @@ from tests.support.owned_objects import Owned, is_refused, normalised
 from tests.support.stand_in_crds import POD_GROUP, POD_MONITOR, inference_pool
 
 ROWS = [*CHANGES.items(), *BACK_TO_DEFAULT.items()]
-SETTLE_TIMEOUT_S = 90.0
+SETTLE_TIMEOUT_S = 240.0
 ONE_RANK = {"pools.0.ranks": 1}
 """Few pods, for the sake of time."""
 EFFECT_OF = {
