@@ -18,15 +18,13 @@ import math
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 import psutil
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -39,6 +37,7 @@ from hetero_client.home import HeteroHome
 from hetero_client.load.doors import Door, GrpcDoor, HttpDoor
 from hetero_client.load.run import LoadPlan, Sample, run_load
 from hetero_client.model_store.demo_model import demo_directory
+from tests.support.entered_thread import EnteredThread
 from tests.support.local_group import LocalGroupProcess, write_manifest
 
 LOOK_S: Final = 2.0
@@ -95,26 +94,15 @@ def growth_of(points: Sequence[Point]) -> Growth:
     return Growth(megabytes[-1], slope, slope + T_95 * error)
 
 
-class MemoryWatch:
+class MemoryWatch(EnteredThread):
     """Resident memory of processes by name, read on a thread while it is entered."""
 
     def __init__(self, processes: dict[str, int]) -> None:
+        super().__init__()
         self._processes = {name: psutil.Process(pid) for name, pid in processes.items()}
-        self._leaving = threading.Event()
-        self._thread = threading.Thread(target=self._look)
         self.points: dict[str, list[Point]] = {name: [] for name in processes}
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._leaving.set()
-        self._thread.join()
-
-    def _look(self) -> None:
+    def _work(self) -> None:
         while not self._leaving.wait(LOOK_S):
             for name, process in self._processes.items():
                 self.points[name].append(Point(time.monotonic(), process.memory_info().rss))

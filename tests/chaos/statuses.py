@@ -7,17 +7,16 @@ blamed for what happened while its answer was on its way.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from hetero_api.group_state import GroupState
 from hetero_client import AdminClient
 from hetero_client.errors import RequestError
 from hetero_client.launcher.run_directory import GroupRecord
+from tests.support.entered_thread import EnteredThread
 
 LOOK_S: Final = 0.03
 ANSWER_S: Final = 0.5
@@ -124,26 +123,15 @@ def _state(wound: Wound) -> str:
     return "froze" if wound.frozen else "ended"
 
 
-class Watcher:
+class Watcher(EnteredThread):
     """Records claims on a thread of its own while it is entered."""
 
     def __init__(self, admin: Callable[[], AdminClient], record: Callable[[], GroupRecord | None]) -> None:
+        super().__init__()
         self._admin, self._record = admin, record
         self.claims = Claims()
-        self._leaving = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watcher")
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._leaving.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
+    def _work(self) -> None:
         with self._admin() as admin:
             while not self._leaving.wait(LOOK_S):
                 asked_s = time.monotonic()

@@ -6,26 +6,24 @@ import base64
 import json
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import httpx
 import pytest
 import yaml
 
-from tests.support.kube.polling import poll
 from tests.support.kube.ports import free_port
+from tests.support.served_program import ServedProgram
 
-READY_TIMEOUT_S: Final = 20.0
 PROGRAMS: Final = ("docker-registry", "skopeo")
 _MANIFEST: Final = "application/vnd.oci.image.manifest.v1+json"
 _SIGNED: Final = "application/vnd.dev.cosign.simplesigning.v1+json"
 _SIGNATURE: Final = "dev.cosignproject.cosign/signature"
 
 
-class OciRegistry:
+class OciRegistry(ServedProgram):
     """Serves plain HTTP at `address` from `folder`, while entered."""
 
     def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
@@ -33,9 +31,10 @@ class OciRegistry:
         if missing:
             pytest.skip(f"no {' and no '.join(missing)}: install Debian's packages of these names")
         self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
         self.address = f"{host}:{free_port()}"
-        self._http = httpx.Client(base_url=f"http://{self.address}/v2", trust_env=False, timeout=20)
+        folder.mkdir(parents=True, exist_ok=True)
+        http = httpx.Client(base_url=f"http://{self.address}/v2", trust_env=False, timeout=20)
+        super().__init__(log=folder / "log", http=http, ready_path="/")
 
     def manifest(self, name: str, reference: str) -> Mapping[str, Any]:
         """A manifest, by tag or digest."""
@@ -68,14 +67,7 @@ class OciRegistry:
                 identities.append(str(critical["identity"]["docker-reference"]))
         return identities
 
-    def _is_ready(self) -> bool:
-        try:
-            return self._http.get("/").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    def __enter__(self) -> Self:
-        self._folder.mkdir(parents=True, exist_ok=True)
+    def _command(self) -> Sequence[str]:
         settings = {
             "version": "0.1",
             "log": {"level": "warn", "accesslog": {"disabled": True}},
@@ -83,17 +75,4 @@ class OciRegistry:
             "http": {"addr": self.address},
         }
         (self._folder / "config.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
-        log = self._folder / "log"
-        with log.open("wb") as file:
-            command = ["docker-registry", "serve", str(self._folder / "config.yaml")]
-            self._process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        poll(self._is_ready, timeout_s=READY_TIMEOUT_S, describe=log.read_text)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._http.close()
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait(READY_TIMEOUT_S)
+        return ["docker-registry", "serve", str(self._folder / "config.yaml")]

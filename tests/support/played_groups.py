@@ -7,10 +7,9 @@ A gateway that is told to end does so at once, and a group that lost its gateway
 from __future__ import annotations
 
 import base64
-import threading
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from hetero_api.contract import (
     LABEL_NAME,
@@ -23,6 +22,7 @@ from hetero_api.contract import (
 )
 from hetero_api.v1 import admin_pb2
 from tests.support import pod_statuses
+from tests.support.entered_thread import EnteredThread
 from tests.support.kube.client import Client, Object
 from tests.support.kube.errors import ApiError
 from tests.support.kube.kubelet import Kubelet, now
@@ -34,10 +34,11 @@ GroupKey = tuple[str, str, str]
 """Resource, replica and revision of ranks."""
 
 
-class PlayedGroups:
+class PlayedGroups(EnteredThread):
     """Works while entered; for resources of one pool of `ranks` pods."""
 
     def __init__(self, client: Client, namespace: str, *, ranks: int = 2) -> None:
+        super().__init__()
         self._client = client
         self._namespace = namespace
         self._num_ranks = ranks
@@ -46,8 +47,6 @@ class PlayedGroups:
         self._gateways: dict[str, PlayedGateway] = {}
         self._ready: set[str] = set()
         self._stack = ExitStack()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._play, name="groups", daemon=True)
         self.serving: frozenset[str] = frozenset()
         """Gateway pods that serve now."""
         self.least_serving: int = 0
@@ -57,8 +56,8 @@ class PlayedGroups:
         """Count anew what serves."""
         self.least_serving = len(self.serving)
 
-    def _play(self) -> None:
-        while not self._stopping.wait(PERIOD_S):
+    def _work(self) -> None:
+        while not self._leaving.wait(PERIOD_S):
             try:
                 pods = self._client.list_all("Pod", self._namespace, labels=LABEL_NAME)
                 self._take_turn(pods)
@@ -125,15 +124,10 @@ class PlayedGroups:
         self._gateways[pod["metadata"]["uid"]] = gateway
         return gateway
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stopping.set()
-        self._thread.join()
+        super().__exit__(kind, error, trace)
         self._stack.close()
 
 

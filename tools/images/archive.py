@@ -31,8 +31,8 @@ from tools.images.builders import ImageError
 from tools.images.catalogue import FILE_TIME
 
 _GZIP: Final = b"\x1f\x8b"
-_MANIFEST: Final = "application/vnd.oci.image.manifest.v1+json"
-_CONFIG: Final = "application/vnd.oci.image.config.v1+json"
+MANIFEST: Final = "application/vnd.oci.image.manifest.v1+json"
+CONFIG: Final = "application/vnd.oci.image.config.v1+json"
 _LAYER: Final = "application/vnd.oci.image.layer.v1.tar"
 _XATTR: Final = "SCHILY.xattr."
 _WHITEOUT: Final = ".wh."
@@ -60,12 +60,12 @@ def rewrite(saved: Path, target: Path, *, reference: str, base_layers: int, crea
         config = _fixed(json.loads(_member(read, listed["Config"])), diff_ids, created)
         manifest = {
             "schemaVersion": 2,
-            "mediaType": _MANIFEST,
-            "config": {"mediaType": _CONFIG, **blobs.add_json(config)},
+            "mediaType": MANIFEST,
+            "config": {"mediaType": CONFIG, **blobs.add_json(config)},
             "layers": [{"mediaType": _LAYER, "digest": it, "size": blobs.sizes[it]} for it in diff_ids],
         }
         described = blobs.add_json(manifest)
-        _write_archive(target, blobs, {"mediaType": _MANIFEST, **described}, manifest, reference)
+        _write_archive(target, blobs, {"mediaType": MANIFEST, **described}, manifest, reference)
         return str(described["digest"])
 
 

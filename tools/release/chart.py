@@ -18,7 +18,8 @@ from typing import Any, Final
 
 import yaml
 
-from tools.release.layout import MANIFEST, add_blob, write_index
+from tools.images.archive import MANIFEST
+from tools.release.layout import add_blob, write_index
 from tools.release.sources import ReleaseError
 
 NAME: Final = "heteroinference"

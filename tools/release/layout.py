@@ -6,10 +6,9 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-MANIFEST: Final = "application/vnd.oci.image.manifest.v1+json"
-CONFIG: Final = "application/vnd.oci.image.config.v1+json"
+from tools.images.archive import MANIFEST
 
 
 def add_blob(folder: Path, content: bytes) -> dict[str, Any]:

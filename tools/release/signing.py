@@ -19,7 +19,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from tools.release.layout import CONFIG, MANIFEST, add_blob, read_manifest, write_index
+from tools.images.archive import CONFIG, MANIFEST
+from tools.release.layout import add_blob, read_manifest, write_index
 from tools.release.sources import ReleaseError
 
 _PAYLOAD: Final = "application/vnd.dev.cosign.simplesigning.v1+json"

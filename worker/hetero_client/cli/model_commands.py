@@ -10,22 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Self
 import typer
 
 from hetero_client.cli import options
-from hetero_client.cli.console import (
-    LINE_EVERY_S,
-    amount_text,
-    errors,
-    output,
-    print_data,
-    print_json,
-    print_note,
-    table_of,
-)
+from hetero_client.cli.console import FollowedWork, errors, output, print_data, print_json, print_note, table_of
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-    from hetero_client.model_store.store import Amount, ModelStore, Report, StoredModel
+    from hetero_client.model_store.store import ModelStore, Report, StoredModel
+    from hetero_client.progress import Amount
 
 app = typer.Typer(no_args_is_help=True, help="Fetch models into the local store, and list it.")
 
@@ -102,9 +94,8 @@ class FetchDisplay:
         self._clock = clock
         self._bars: Progress | None = None
         self._line: TaskID | None = None
-        self._works: dict[str, TaskID] = {}
-        self._begun: dict[str, tuple[float, int]] = {}
-        self._said_s: dict[str, float] = {}
+        self._works: dict[str, FollowedWork] = {}
+        self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> Self:
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
@@ -138,16 +129,15 @@ class FetchDisplay:
 
     def _show_amount(self, amount: Amount) -> None:
         now_s = self._clock()
-        begun_s, before = self._begun.setdefault(amount.work, (now_s, amount.done))
-        text = amount_text(amount.done, amount.total, amount.unit, since=before, seconds=now_s - begun_s)
+        work = self._works.setdefault(amount.work, FollowedWork(amount, now_s))
+        work.now = amount
         if self._bars is None:
-            if now_s - self._said_s.setdefault(amount.work, now_s) >= LINE_EVERY_S:
-                self._said_s[amount.work] = now_s
-                print_note(f"{amount.work}: {text}")
+            if line := work.due_line(now_s):
+                print_note(line)
             return
-        if amount.work not in self._works:
-            self._works[amount.work] = self._bars.add_task(amount.work, total=amount.total, amount="")
-        self._bars.update(self._works[amount.work], completed=amount.done, total=amount.total, amount=text)
+        if amount.work not in self._tasks:
+            self._tasks[amount.work] = self._bars.add_task(amount.work, total=amount.total, amount="")
+        self._bars.update(self._tasks[amount.work], completed=amount.done, total=amount.total, amount=work.text(now_s))
 
 
 def _fetch_directory(directory: Path, store: ModelStore, *, store_name: str | None, as_json: bool) -> None:

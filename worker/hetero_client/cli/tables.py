@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from rich.console import Console, Group, RenderableType
@@ -19,10 +18,11 @@ from rich.text import Text
 
 from hetero_api.group_state import GroupState
 from hetero_api.sharding import UnitRange
-from hetero_client.admin import GroupTopology, IdleView, PlacementView, ProgressView, RankView
-from hetero_client.cli.console import LINE_EVERY_S, amount_text, table_of
+from hetero_client.admin import GroupTopology, IdleView, PlacementView, RankView
+from hetero_client.cli.console import FollowedWork, table_of
 from hetero_client.launcher.commands import GATEWAY
 from hetero_client.launcher.run_directory import GroupRecord
+from hetero_client.progress import Amount
 
 MB = 1_000_000
 WIDE = 130
@@ -241,23 +241,6 @@ def _loading_phase(rank: RankView) -> str:
     return "allocating KV cache" if needs_cache and not rank.kv_bytes else "warming up"
 
 
-@dataclass(frozen=True, slots=True)
-class _RankWork:
-    """A rank's long work, and how far it had come when it was first seen."""
-
-    now: ProgressView
-    before: int
-    begun_s: float
-    said_s: float
-
-    def text(self, now_s: float) -> str:
-        """Return the amount and the rate in words."""
-        progress = self.now
-        return amount_text(
-            progress.done, progress.total, progress.unit, since=self.before, seconds=now_s - self.begun_s
-        )
-
-
 class StartDisplay:
     """Display of a group's start; call `show` with every topology."""
 
@@ -267,7 +250,7 @@ class StartDisplay:
         self._console = console
         self._clock = clock
         self._phases: dict[str, str] = dict.fromkeys(names, STARTING)
-        self._works: dict[str, _RankWork] = {}
+        self._works: dict[str, FollowedWork] = {}
         self._reason = ""
         self._began_s = clock()
         self._live: Live | None = None
@@ -310,17 +293,16 @@ class StartDisplay:
         if self._live is None:
             self._line(name, phase)
 
-    def _follow(self, name: str, progress: ProgressView | None) -> None:
+    def _follow(self, name: str, amount: Amount | None) -> None:
         """Show how far a rank's long work has come: the terminal's table does, else a line every ten seconds."""
         known, now_s = self._works.pop(name, None), self._clock()
-        if progress is None:
+        if amount is None:
             return
-        if known is None or known.now.work != progress.work:
-            known = _RankWork(progress, progress.done, begun_s=now_s, said_s=now_s)
-        known = replace(known, now=progress)
-        if self._live is None and now_s - known.said_s >= LINE_EVERY_S:
-            self._line(name, f"{progress.work}: {known.text(now_s)}")
-            known = replace(known, said_s=now_s)
+        if known is None or known.now.work != amount.work:
+            known = FollowedWork(amount, now_s)
+        known.now = amount
+        if self._live is None and (line := known.due_line(now_s)):
+            self._line(name, line)
         self._works[name] = known
 
     def _line(self, name: str, phase: str) -> None:

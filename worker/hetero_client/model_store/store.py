@@ -29,6 +29,7 @@ from hetero_api.model_config import CONFIG_FILE, ModelConfig
 from hetero_api.model_directory import MAX_HEADER_BYTES, MAX_INDEX_BYTES, model_file, read_source
 from hetero_client.errors import ModelStoreError
 from hetero_client.home import HeteroHome
+from hetero_client.progress import Amount
 
 Lines = Callable[[str], None]
 """Takes a line of progress for the user."""
@@ -45,16 +46,6 @@ _PART: Final = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
 _HUB_NAME: Final = re.compile(rf"{_PART}(/{_PART})?")
 _VARIANT: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _REVISION: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._/-]{0,127}")
-
-
-@dataclass(frozen=True, slots=True)
-class Amount:
-    """How far a long work has come: `done` of `total`, in `unit` ("B" for bytes, else a noun in the plural)."""
-
-    work: str
-    done: int
-    total: int
-    unit: str = "B"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ import ctypes
 import importlib
 import re
 import sys
+from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -67,10 +69,20 @@ def let_go_of_code() -> None:
         smaps = _SMAPS.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return
+    for begin, end in unchanged_mappings(smaps):
+        advise(begin, end - begin, _DONT_NEED)
+
+
+def advise(begin: int, num_bytes: int, advice: int) -> bool:
+    """Give the kernel advice on memory (madvise) and return whether it was taken. `begin` is a page's address."""
+    return bool(_madvise()(begin, num_bytes, advice) == 0)
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int]:
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for begin, end in unchanged_mappings(smaps):
-        madvise(begin, end - begin, _DONT_NEED)
+    return madvise
 
 
 def unchanged_mappings(smaps: str) -> list[Mapping]:

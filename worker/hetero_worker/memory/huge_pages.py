@@ -7,7 +7,6 @@ need fewer translations. Short-lived tensors are better off without: a huge page
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 import os
@@ -17,6 +16,8 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
+
+from hetero_worker.host.process_memory import advise
 
 HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
 _POPULATE_WRITE: Final = 23
@@ -52,8 +53,6 @@ def populate_in_background(tensors: Sequence[torch.Tensor], begin: int, end: int
 
 def _populate(tensors: Sequence[weakref.ref[torch.Tensor]], begin: int, end: int) -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for offset in range(begin, end, HUGE_PAGE_BYTES):
         for reference in tensors:
             tensor = reference()
@@ -61,5 +60,5 @@ def _populate(tensors: Sequence[weakref.ref[torch.Tensor]], begin: int, end: int
                 return
             past = min(offset + HUGE_PAGE_BYTES, end, tensor.nbytes)
             first = (tensor.data_ptr() + offset) // mmap.PAGESIZE * mmap.PAGESIZE
-            if past > offset and madvise(first, tensor.data_ptr() + past - first, _POPULATE_WRITE):
+            if past > offset and not advise(first, tensor.data_ptr() + past - first, _POPULATE_WRITE):
                 return

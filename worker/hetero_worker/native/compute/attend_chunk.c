@@ -67,11 +67,7 @@ static void weigh(float *scores, hc_sight sight, uint64_t begin, uint64_t end, f
         vf score = v_load(scores + i);
         if (soft_cap != 0.0f)
             score = capped(score, soft_cap);
-        if (i < begin || i + HC_W > end) {
-            vi token = V_COUNTING + v_all_of((int32_t)i);
-            score = v_choose((token >= v_all_of((int32_t)begin)) & (token < v_all_of((int32_t)end)), score,
-                             v_all(-INFINITY));
-        }
+        score = seen_of(score, i, begin, end);
         v_store(scores + i, score);
         largest = v_max(largest, score);
     }

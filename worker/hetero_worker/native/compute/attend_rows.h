@@ -51,6 +51,14 @@ static inline void find_rows(const hc_attend_rows *rows, uint64_t first_token, h
 
 V_INLINE vf capped(vf score, float soft_cap) { return v_tanh(score / soft_cap) * soft_cap; }
 
+/* Scores of tokens from `first` on; those beside [begin, end) become -infinity. */
+V_INLINE vf seen_of(vf scores, uint64_t first, uint64_t begin, uint64_t end) {
+    if (first >= begin && first + HC_W <= end)
+        return scores;
+    vi token = V_COUNTING + v_all_of((int32_t)first);
+    return v_choose((token >= v_all_of((int32_t)begin)) & (token < v_all_of((int32_t)end)), scores, v_all(-INFINITY));
+}
+
 /* Joins maxima and sums of a chunk to those of the rows, and says what totals are to be multiplied by. */
 static inline void join_sums(const hc_state *state, const float *chunk_maximum, const float *chunk_sum, uint64_t rows,
                       const hc_attend_work *work) {

@@ -160,15 +160,10 @@ HC_INLINE hc_exponent exponent_of(float *sums, const hc_high *high, hc_sight see
     vf largest = v_all(-FLT_MAX);
     for (uint64_t i = first; i < past; i += HC_W) {
         vf sum = v_load(sums + i);
-        int is_whole = i >= seen.begin && i + HC_W <= seen.end;
         if (soft_cap != 0.0f)
             sum = capped(sum * scale, soft_cap);
-        if (!is_whole) {
-            vi token = V_COUNTING + v_all_of((int32_t)i);
-            sum = v_choose((token >= v_all_of((int32_t)seen.begin)) & (token < v_all_of((int32_t)seen.end)), sum,
-                           v_all(-INFINITY));
-        }
-        if (!is_whole || soft_cap != 0.0f)
+        sum = seen_of(sum, i, seen.begin, seen.end);
+        if (soft_cap != 0.0f || i < seen.begin || i + HC_W > seen.end) /* else it is what it was */
             v_store(sums + i, sum);
         largest = v_max(largest, sum);
     }
