@@ -14,7 +14,7 @@ from tests.support.tiny_checkpoints import edit_config, save_tiny
 
 LAYERS = 3
 """Layers of the model; the head's layer is the next."""
-_CALM = 0.15
+_CALM = 0.01
 """Factor of what the layers of a model that its head agrees with add to the stream."""
 
 

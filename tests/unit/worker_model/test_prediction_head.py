@@ -231,7 +231,7 @@ def test_a_head_that_agrees_is_often_right(saved: Mapping[str, Path]) -> None:
         RankGroup(saved["glm4-moe"], ONE, keeps_logits=False, has_prediction_head=True), asked, Speculator(DRAFTING)
     )
     proposed, accepted = proposing.token_ids
-    assert accepted > 0.3 * proposed
+    assert accepted > 0.2 * proposed
 
 
 def test_steps_that_overlap_wait_for_the_head(tmp_path: Path) -> None:
