@@ -44,7 +44,7 @@ def smaller(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def headed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model of experts with a prediction head that agrees with it now and then."""
     directory = tmp_path_factory.mktemp("headed")
-    save_with_head("glm4-moe", directory, agrees=True, **SERVED_SHAPE)
+    save_with_head("glm4-moe", directory, agrees=True, **{**SERVED_SHAPE, "max_position_embeddings": 2048})
     save_byte_tokenizer(directory)
     return directory
 

@@ -22,7 +22,7 @@ from hetero_client.launcher.local_plan import plan_here
 from hetero_client.model_store.resolve import locate_named_model, resolve_draft, resolve_model
 from hetero_client.model_store.store import ModelStore, Report
 from hetero_placement.assumed_hardware import assume, load_assumed_hardware, whole_machine
-from hetero_placement.decision import proposing_kind
+from hetero_placement.decision import proposing_kind, quantized_config
 from hetero_placement.hardware import Hardware
 
 _PACKAGE: Final = Path(__file__).parents[1]
@@ -101,7 +101,7 @@ def from_manifest(
         config = _assumed_model(model)
     else:
         config = ModelConfig.from_directory(_model_directory(resource, model))
-    return PlanInputs(title, spec, assumed, config, _draft_of(spec))
+    return PlanInputs(title, spec, assumed, config, _draft_of(spec, config))
 
 
 def assumed_file(hardware: str) -> Path:
@@ -148,7 +148,7 @@ def _measured(resource: HeteroInference, model: str | None) -> PlanInputs:
 
 def _draft_of(spec: HeteroInferenceSpec, config: ModelConfig) -> ModelConfig | None:
     if proposing_kind(spec.engine.speculative, config) == SpeculationKind.MTP:
-        return config.prediction_head
+        return quantized_config(spec, config).prediction_head
     store = ModelStore(HeteroHome.from_environment())
     resolved = resolve_draft(spec.engine.speculative, store, report=Report(print_note))
     return None if resolved is None else ModelConfig.from_directory(resolved.directory)
