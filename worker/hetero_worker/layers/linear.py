@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from hetero_api.model_config import ModelConfig
-from hetero_api.model_parts import DeltaShape, ExpertsConfig, LatentShape, RowOrder
+from hetero_api.model_parts import Activation, DeltaShape, ExpertsConfig, LatentShape, RowOrder
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import COLUMN_UNIT, FLOAT_WEIGHTS, StoredWeights, WeightFormat
 from hetero_worker.adapters.low_rank import AdapterRows, LowRank

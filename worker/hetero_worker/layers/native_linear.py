@@ -321,7 +321,12 @@ class NativeWeight(PackedWeight):
         return self._multiply(x, None, torch.float32)
 
     def gated(
-        self, x: torch.Tensor, bias: torch.Tensor | None, /, activation: Activation, ops: FusedOps  # noqa: ARG002
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        /,
+        activation: Activation,
+        ops: FusedOps,  # noqa: ARG002
     ) -> torch.Tensor:
         """See `PackedWeight.gated`: one operation, whatever `ops`."""
         x = _with_rows_together(x)
