@@ -201,7 +201,7 @@ class GatewayMetric(Enum):
     EXPERT_BYTES = _counter("hetero_expert_swap_read_bytes", "Bytes of experts that ranks read to change places.")
     EXPERT_PAUSE = _gauge(
         "hetero_expert_swap_longest_pause_seconds",
-        "Longest time between two steps in which ranks went over to experts that they had read.",
+        "Longest time that a command to read experts, or to go over to them, took between two steps.",
     )
     RANK = _gauge(
         "hetero_rank_info", "1 while the rank has joined; where it is.", ("rank", "pool", "pod", "device", "numa")

@@ -48,7 +48,7 @@ MOST_SWAPS: Final = 8
 """Pairs of experts that change places between two looks at a group that serves: reading takes from its steps."""
 _MOST_IDLE_SWAPS: Final = 64
 """Pairs that change places in one call while no requests run: another call may wait for it."""
-_FIRST_LOOK_S: Final = 0.005
+_FIRST_LOOK_S: Final = 0.02
 """Time after which ranks are asked whether they have read; it doubles with each look ..."""
 _LAST_LOOK_S: Final = 0.2
 """... up to this."""
@@ -63,7 +63,7 @@ class ExpertSwap(NamedTuple):
     read_bytes: int
     """Weights that ranks read for it, all together."""
     pause_s: float
-    """Time that going over took, in which ranks computed no step."""
+    """Longest time that a command took between two steps: to read, or to go over."""
 
 
 class ExpertMover:
@@ -104,14 +104,19 @@ class ExpertMover:
     async def _swap(self, wanted: ShardPlan, command: Command) -> ExpertSwap:
         """Have all ranks read what a plan wants that differs by two experts, and go over to it."""
         order = ranks_pb2.PlaceExperts(shard_plan=wanted.to_proto(), ahead=True)
-        pause_s = _FIRST_LOOK_S
-        while any(report.is_reading for report in (await command(_placing(order))).reports):
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LAST_LOOK_S)
+        look_s = _FIRST_LOOK_S
+        answer = await command(_placing(order))
+        pause_s = answer.seconds
+        while any(report.is_reading for report in answer.reports):
+            await asyncio.sleep(look_s)
+            look_s = min(2 * look_s, _LAST_LOOK_S)
+            answer = await command(_placing(order))
+            pause_s = max(pause_s, answer.seconds)
         order.ahead = False
         answer = await command(_placing(order))
         self._placement.replace_plan(wanted)
-        return ExpertSwap(read_bytes=sum(report.read_bytes for report in answer.reports), pause_s=answer.seconds)
+        read_bytes = sum(report.read_bytes for report in answer.reports)
+        return ExpertSwap(read_bytes, pause_s=max(pause_s, answer.seconds))
 
 
 def merge_counts(reports: Iterable[ranks_pb2.CommandReport]) -> dict[int, list[int]]:
