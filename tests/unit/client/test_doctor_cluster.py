@@ -22,6 +22,7 @@ pytestmark = pytest.mark.unit
 FORBIDDEN = 'Error from server (Forbidden): nodes is forbidden: User "ann" cannot list resource "nodes"'
 MISSING = "Error from server (NotFound): the server could not find the requested resource"
 POLICIES = {"cpuManagerPolicy": "static", "topologyManagerPolicy": "single-numa-node", "memoryManagerPolicy": "Static"}
+DEFINITION = crd()
 Check = Callable[[Cluster], Finding]
 
 
@@ -45,7 +46,7 @@ def operators(*, available: int = 1, version: str = VERSION) -> Answer:
 
 
 def definition(change: Callable[[dict[str, Any]], object] | None = None) -> Answer:
-    found = copy.deepcopy(crd())
+    found = copy.deepcopy(DEFINITION)
     if change is not None:
         change(found["spec"]["versions"][0])
     return Answer(found)

@@ -27,6 +27,7 @@ HELM_COMMANDS = {"install", "upgrade", "uninstall", "rollback", "test"}
 HELM_OPTIONS = {"--version", "--namespace", "--create-namespace", "--set", "--take-ownership"}
 OTHER_KINDS = {"KubeletConfiguration", "Cluster", "PersistentVolume", "PersistentVolumeClaim"}
 
+SCHEMA: dict[str, Any] = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 of_each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
@@ -37,14 +38,13 @@ def manifests(page: Path) -> Iterator[Mapping[str, Any]]:
 
 @of_each_page
 def test_manifests_are_accepted(page: Path) -> None:
-    schema = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     for manifest in manifests(page):
         assert manifest["kind"] in {KIND, *OTHER_KINDS}
         assert manifest["apiVersion"]
         if manifest["kind"] == KIND:
             parse_resource(dict(manifest))
-            kept = stored(schema, manifest)
-            assert [*schema_problems(schema, kept), *rule_problems(schema, kept)] == []
+            kept = stored(SCHEMA, manifest)
+            assert [*schema_problems(SCHEMA, kept), *rule_problems(SCHEMA, kept)] == []
 
 
 @of_each_page

@@ -64,6 +64,22 @@ async def engaged(bench: GroupBench, *, through: int = 0) -> tuple[ScriptedRank,
     return zero, one
 
 
+@pytest.mark.parametrize("state", [GroupState.READY, GroupState.ASLEEP])
+@pytest.mark.parametrize("ending", ENDINGS)
+async def test_who_asks_before_the_loop_comes_to_an_end_is_not_told_that_the_group_serves(
+    ending: str, state: GroupState
+) -> None:
+    end, _ = ENDINGS[ending]
+    async with GroupBench() as bench:
+        _, one = await bench.ready()
+        bench.group.enter(state)
+        assert bench.topology.state == state.to_proto()
+        end(one)
+        assert bench.topology.state == GroupState.ABORTED.to_proto()
+        bench.group.enter(state)  # as a command does that ended a moment before
+        assert bench.topology.state == GroupState.ABORTED.to_proto()
+
+
 @pytest.mark.parametrize("through", range(4))
 @pytest.mark.parametrize("ending", ENDINGS)
 async def test_any_end_in_any_phase_aborts_the_survivor_with_the_reason(ending: str, through: int) -> None:

@@ -136,6 +136,7 @@ SANDBOX = (
 )
 TRACE = "2030-01-01 00:00:04,512 ERROR hetero_worker.process.rank: Traceback\n\nValueError: 4 heads on 3 ranks\n"
 
+SCHEMA: dict[str, object] = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
 CASES = {
     "nothing has begun": Case(
         lambda scene: None, "Starting", r"^ranks 0-1 \(pod x-gpu-0\): waits for a node$", degraded="False"
@@ -409,8 +410,7 @@ def test_every_condition_is_told_from_the_first_report_on(name: str) -> None:
 def test_a_status_fits_the_schema(name: str) -> None:
     scene = StatusScene.of()
     CASES[name].put(scene)
-    schema = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
-    assert_fits(scene.report().status, schema, "status")
+    assert_fits(scene.report().status, SCHEMA, "status")
 
 
 def assert_fits(value: object, schema: dict[str, object], path: str) -> None:

@@ -113,7 +113,8 @@ async def test_loads_that_make_no_sense_are_refused_before_any_rank_hears_of_the
 @pytest.fixture
 async def joined(tmp_path: Path) -> AsyncIterator[tuple[GatewayBench, Any]]:
     """A gateway and its rank."""
-    async with GatewayBench(served_model(tmp_path, engine=ENGINE | {"adapters": ADAPTERS})) as running:
+    model = served_model(tmp_path, engine=ENGINE | {"adapters": ADAPTERS}, gateway={"maxQueuedRequests": 4})
+    async with GatewayBench(model) as running:
         rank, _ = await running.join()
         yield running, rank
 
@@ -186,7 +187,7 @@ async def test_requests_of_more_adapters_than_are_loaded_are_all_answered(joined
     names = ["", *(f"a{number}" for number in range(6))]
     for name in names[1:]:
         await load(bench, name, f"/adapters/{name}")
-    few = asyncio.Semaphore(4)  # the gateway queues no more
+    few = asyncio.Semaphore(4)  # as many as the gateway queues
 
     async def ask(name: str) -> None:
         async with few:

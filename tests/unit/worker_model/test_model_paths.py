@@ -72,7 +72,7 @@ def _check(outcome: StepOutcome, builder: PlanBuilder, checkpoint: TinyCheckpoin
         assert (outcome.logits[row] - expected).abs().max() <= TOLERANCE, f"slot {slot}"
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 4, 7])
+@pytest.mark.parametrize("chunk", [*(pytest.param(tokens, marks=pytest.mark.extended) for tokens in (1, 3)), 4, 7])
 def test_chunked_prefill_and_decode_equal_the_whole(
     builder: PlanBuilder, checkpoint: TinyCheckpoint, chunk: int
 ) -> None:
@@ -118,7 +118,7 @@ def test_a_mixed_batch_and_a_recomputed_sequence(builder: PlanBuilder, checkpoin
 
 @pytest.mark.parametrize("checkpoint", IN_STAGES, indirect=True)
 @pytest.mark.parametrize("layout", STAGES)
-@pytest.mark.parametrize("num_parts", [1, 3])
+@pytest.mark.parametrize("num_parts", [pytest.param(1, marks=pytest.mark.extended), 3])
 def test_layers_on_different_ranks_compute_the_same(checkpoint: TinyCheckpoint, layout: str, num_parts: int) -> None:
     stages = Stages.load(checkpoint.directory, STAGES[layout], num_parts=num_parts)
     prompt = _prompt(13)

@@ -111,7 +111,7 @@ BFLOAT16_WAYS = [("one", "native", "bfloat16"), ("uneven", "threads", "bfloat16"
 BFLOAT16_WAYS += [("no part", "native", "bfloat16"), ("helped", "native", "bfloat16"), ("stages", "native", "bfloat16")]
 
 
-SOME_WAYS = [("one", "native", "float32"), ("uneven", "native", "float32"), ("uneven", "native", "bfloat16")]
+SOME_WAYS = [("one", "native", "float32"), ("uneven", "native", "bfloat16")]
 CASES = [(variant, *way) for variant in ("llama-biased", "qwen3", "gemma3") for way in (*WAYS, *BFLOAT16_WAYS)]
 CASES += [("qwen3", layout, "tcp", "float32") for layout in ("uneven", "helped", "stages")]
 CASES += [(variant, *way) for variant in PLAIN for way in SOME_WAYS]
@@ -125,6 +125,7 @@ CASES += [
 CASES += [("glm4-moe-grouped", "slices", "native", dtype) for dtype in ("float32", "bfloat16")]
 CASES.append(("gemma4-moe", "slices", "native", "float32"))
 MORE_CASES = [(variant, *way) for variant in MORE for way in SOME_WAYS]
+MORE_CASES += [(variant, "uneven", "native", "float32") for variant in (*PLAIN, *EXPERTS, *STATEFUL, *MORE)]
 """`make test-all` tries these."""
 
 

@@ -43,6 +43,7 @@ from hetero_gateway.group.status import describe_epoch, describe_ranks
 logger = logging.getLogger(__name__)
 
 _LAST_STATES: Final = (GroupState.DRAINING, GroupState.CLOSED)
+_SERVING: Final = (GroupState.READY, GroupState.ASLEEP)
 LEAVING_S: Final = 20.0
 """Longest time from an epoch's end to a rank's next Hello, unless the rank was loading."""
 
@@ -232,9 +233,11 @@ class Group:
             self._eviction = None
 
     def enter(self, state: GroupState) -> None:
-        """Go to a state. A group that drains only goes on to CLOSED."""
+        """Go to a state. A group that drains only goes on to CLOSED; an epoch that is over cannot say that it serves."""
         if self.state is GroupState.DRAINING and state is not GroupState.CLOSED:
             return  # the epoch may go on, and end
+        if state in _SERVING and self.current is None:
+            return
         self.state = state
         self._on_state(state)
 
@@ -267,7 +270,7 @@ class Group:
     @property
     def is_ready(self) -> bool:
         """Whether requests are served, if need be after the group has woken from its rest."""
-        return self.state in (GroupState.READY, GroupState.ASLEEP) and self._core.is_serving
+        return self.state in _SERVING and self._core.is_serving
 
     @property
     def failed(self) -> bool:
@@ -292,9 +295,10 @@ class Group:
     def topology(self) -> admin_pb2.GetTopologyResponse:
         """Return Admin.GetTopology's answer."""
         placement = self.placement.current
+        is_over = self.current is None and self.state in _SERVING  # `run` comes to say so when the loop gets there
         answer = admin_pb2.GetTopologyResponse(
             name=self._settings.name,
-            state=self.state.to_proto(),
+            state=(GroupState.ABORTED if is_over else self.state).to_proto(),
             epoch=self.epoch,
             ranks=describe_ranks(self._settings, self._roster, self._current, placement),
             reason=self._reason(),
