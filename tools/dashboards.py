@@ -231,7 +231,7 @@ RANKS: Final = Board(
             empty="Empty for groups of one rank.",
         ),
         Panel("Exchange", "none", [_value("hetero_exchange_info", "instance, kind")]),
-        Panel("Experts moved", "none", [_value("hetero_moved_experts_total", "instance")]),
+        Panel("Pairs of experts that changed places", "none", [_value("hetero_expert_swaps_total", "instance")]),
         Panel("Steps a second", "none", [_rate("hetero_steps_total", "instance")]),
         Panel(
             "Rank processes that serve",

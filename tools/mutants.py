@@ -164,6 +164,27 @@ MUTANTS: Final = (
         ("tests/unit/worker_model/test_expert_deferral.py",),
     ),
     Mutant(
+        "experts: counts of before never fade",
+        "worker/hetero_placement/expert_placement.py",
+        "weight = 0.5 ** (counted_tokens",
+        "weight = 1.0 ** (counted_tokens",
+        ("tests/unit/placement/test_expert_placement.py",),
+    ),
+    Mutant(
+        "experts: a rank goes over to what it has not read",
+        "worker/hetero_worker/runners/commands.py",
+        "if not (ahead and reading.is_reading):\n            reading.require()",
+        "if False:\n            reading.require()",
+        ("tests/unit/worker_model/test_expert_commands.py",),
+    ),
+    Mutant(
+        "executor: a command comes between a step and its masks",
+        "worker/hetero_gateway/group/executor.py",
+        "while not self._masks_sent.is_set():",
+        "while False:",
+        ("tests/unit/group/test_executor.py",),
+    ),
+    Mutant(
         "group: ranks with other weights form a group",
         "worker/hetero_gateway/group/roster.py",
         "if here.get(name) != there.get(name))",

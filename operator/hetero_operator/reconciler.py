@@ -241,10 +241,13 @@ class Reconciler:
 
 
 def _gateway_deployments(resource: Object, owned: Sequence[Object]) -> dict[int, Object]:
-    """Return the Deployments of its own that make the resource's gateways, by the ordinals of replicas."""
+    """Return the Deployments of its own that make the resource's gateways, by the ordinals of replicas.
+
+    Router and responder have Deployments too, of no replica: names tell them apart.
+    """
     name, uid = resource["metadata"]["name"], resource["metadata"]["uid"]
-    own = {ordinal_of(item): item for item in owned if item["kind"] == DEPLOYMENT and is_owned_by(item, uid)}
-    return {ordinal: item for ordinal, item in own.items() if item["metadata"]["name"] == Names(name, ordinal).gateway}
+    own = ((ordinal_of(item), item) for item in owned if item["kind"] == DEPLOYMENT and is_owned_by(item, uid))
+    return {ordinal: item for ordinal, item in own if item["metadata"]["name"] == Names(name, ordinal).gateway}
 
 
 def _knows_certificates(deployment: Object) -> bool:

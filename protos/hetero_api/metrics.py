@@ -195,10 +195,14 @@ class GatewayMetric(Enum):
     STEP_RATIO = _gauge(
         "hetero_placement_step_time_ratio", "Measured over predicted seconds of recent steps that only decoded."
     )
-    REBALANCES = _counter(
-        "hetero_expert_rebalances", "Times that experts were moved to other ranks, by how often they were chosen."
+    EXPERT_SWAPS = _counter(
+        "hetero_expert_swaps", "Pairs of experts that changed places, by how often they were chosen."
     )
-    MOVED_EXPERTS = _counter("hetero_moved_experts", "Experts that changed ranks.")
+    EXPERT_BYTES = _counter("hetero_expert_swap_read_bytes", "Bytes of experts that ranks read to change places.")
+    EXPERT_PAUSE = _gauge(
+        "hetero_expert_swap_longest_pause_seconds",
+        "Longest time that a command to read experts, or to go over to them, took between two steps.",
+    )
     RANK = _gauge(
         "hetero_rank_info", "1 while the rank has joined; where it is.", ("rank", "pool", "pod", "device", "numa")
     )

@@ -166,7 +166,7 @@ class PlacementSpec(SpecModel):
     more and smaller pieces. Auto: what is predicted to be fastest, also whole on GPU ranks and in slices on CPU ranks.
     """
     rebalance_experts: bool = True
-    """While nothing is served, move experts that were often chosen to the ranks that are fastest with them."""
+    """Move experts that were often chosen to the ranks that are fastest with them, between steps; requests run on."""
 
 
 class ExchangeKind(SpecEnum):

@@ -61,14 +61,15 @@ def test_a_group_of_processes_resets_sleeps_and_wakes(tmp_path: Path, kind: rank
 def test_a_group_of_processes_counts_and_moves_experts(tmp_path: Path, kind: ranks_pb2.ExchangeKind.ValueType) -> None:
     checkpoint = save_tiny("qwen3-moe", tmp_path, initializer_range=0.2)
     plan = MOE_SHARES.plan(3, expert_layers=range(3))
-    moved = replace(plan, expert_orders=((5, 0, 4, 3, 2, 1), (), (2, 3, 0, 1, 4, 5)))
+    moved = replace(plan, expert_orders=((), (), (5, 1, 2, 3, 4, 0)))
     impossible = replace(plan, expert_orders=((5, 5, 4, 3, 2, 1), (), ()))
     count = Order(command(count_experts=ranks_pb2.CountExperts()), serves=False)
     orders = [
         count,
+        Order(command(place_experts=ranks_pb2.PlaceExperts(shard_plan=moved.to_proto(), ahead=True)), serves=False),
         Order(command(place_experts=ranks_pb2.PlaceExperts(shard_plan=moved.to_proto()))),
         count,
-        Order(command(place_experts=ranks_pb2.PlaceExperts(shard_plan=impossible.to_proto()))),
+        Order(command(place_experts=ranks_pb2.PlaceExperts(shard_plan=impossible.to_proto(), ahead=True))),
         Order(command(sleep=ranks_pb2.SleepCommand(level=2)), serves=False),
         Order(command(wake=ranks_pb2.WakeCommand(weights=True, cache=cache()))),
     ]
@@ -76,8 +77,8 @@ def test_a_group_of_processes_counts_and_moves_experts(tmp_path: Path, kind: ran
     assert isinstance(first, Told)
     assert isinstance(second, Told)
     assert [report[0] for report in first.reports] == [report[0] for report in second.reports]
-    assert [report[0] for report in first.reports] == [True, True, True, False, True, True]
-    assert "no permutation" in first.reports[3][1]
+    assert [report[0] for report in first.reports] == [True, True, True, True, False, True, True]
+    assert "no permutation" in first.reports[4][1]
     assert first.completions == second.completions
     reference = Reference(checkpoint.reference)
     assert [reference.disagreements(PROMPT, tokens) for tokens in first.completions] == [[]] * 4

@@ -1,4 +1,4 @@
-"""Which CPUs the containers of our nodes may use: read from their cgroups, not from what they say of themselves."""
+"""Which CPUs and processes the containers of our nodes have: read from their cgroups, not from what they say."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ def cpuset_of(site: Site, pod: Object) -> frozenset[int]:
     """Of a pod's only container."""
     (status,) = pod["status"]["containerStatuses"]
     return _containers(site, pod["spec"]["nodeName"])[_id(status)]
+
+
+def processes_of(site: Site, pod: Object) -> list[int]:
+    """Of a pod's only container, as this machine numbers them."""
+    (status,) = pod["status"]["containerStatuses"]
+    (folder,) = [path for path in _folders(site, pod["spec"]["nodeName"]) if path.name == _id(status)]
+    return [int(line) for line in (folder / "cgroup.procs").read_text().split()]
 
 
 def cpusets_of_others(site: Site, pod: Object) -> dict[str, frozenset[int]]:

@@ -11,23 +11,31 @@ CHUNK = 32 << 20
 MOST = 64 << 30
 
 
-def command(pid: str) -> str:
+FORKED = "-m hetero_worker.process.forkserver"
+
+
+def read(pid: str, name: str) -> str:
     try:
-        with open(f"/proc/{pid}/cmdline") as file:
+        with open(f"/proc/{pid}/{name}") as file:
             return file.read().replace("\0", " ")
     except OSError:  # it has ended
         return ""
 
 
-def is_rank(pid: str) -> bool:
-    return "-m hetero_worker " in command(pid)
+def resident_pages(pid: str) -> int:
+    return int((read(pid, "statm") or "0 0").split()[1])
 
 
-ranks = [pid for pid in os.listdir("/proc") if pid.isdigit() and is_rank(pid)]
-if not ranks:
+def is_forked(pid: str) -> bool:
+    return FORKED in read(pid, "cmdline")
+
+
+# A rank is forked from the forkserver and goes by its name; it is the one that holds a model.
+rank = max(filter(is_forked, filter(str.isdigit, os.listdir("/proc"))), key=resident_pages, default="")
+if not rank:
     sys.exit("no rank runs here")
-with open(f"/proc/{ranks[0]}/oom_score_adj", "w") as score:
+with open(f"/proc/{rank}/oom_score_adj", "w") as score:
     score.write("1000")
 held: list[bytearray] = []
-while is_rank(ranks[0]) and len(held) * CHUNK < MOST:
+while is_forked(rank) and len(held) * CHUNK < MOST:
     held.append(bytearray(b"x") * CHUNK)

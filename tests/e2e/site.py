@@ -133,8 +133,7 @@ def _foreign(environment: Mapping[str, str], folder: Path, artifacts: Path, mode
 
 @contextmanager
 def _own(environment: Mapping[str, str], folder: Path, artifacts: Path, model: Path) -> Iterator[Site]:
-    archives = image_archives(environment)
-    images = {"node-1": list(archives.values()), "node-2": [archives[whole_image_name(CPU_WORKER)]]}
+    images = list(image_archives(environment).values())
     with own_nodes(environment, folder, model, plans=node_plans(), images=images, artifacts=artifacts) as site:
         yield site
 
@@ -146,7 +145,7 @@ def own_nodes(
     model: Path,
     *,
     plans: Sequence[NodePlan],
-    images: Mapping[str, Sequence[Path]],
+    images: Sequence[Path],
     artifacts: Path | None = None,
 ) -> Iterator[Site]:
     """Nodes on this machine, each with images from archives; gone afterwards."""
@@ -167,7 +166,7 @@ def own_nodes(
             environment,
             real.nodes,
             real,
-            frozenset(image_name(archive) for archives in images.values() for archive in archives),
+            frozenset(map(image_name, images)),
         )
 
 

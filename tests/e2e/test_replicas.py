@@ -1,4 +1,4 @@
-"""Several replicas behind a router on three real nodes, under a load of sixteen streams that never pauses.
+"""Several replicas behind a router on three real nodes, under a load of sixteen streams.
 
 Half of the streams are of our own API through the Service, half of the OpenAI API through the router. No request may
 fail and every text is the undisturbed one, but where the router itself is killed.
@@ -6,17 +6,21 @@ fail and every text is the undisturbed one, but where the router itself is kille
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Final
 
 import pytest
 
-from hetero_api.contract import LABEL_REPLICA, LABEL_ROUTER
+from hetero_api.contract import HTTP_PORT, LABEL_REPLICA, LABEL_ROUTER
 from tests.e2e.conftest import install_operator
+from tests.e2e.cpusets import processes_of
 from tests.e2e.harness.node_settings import NodePlan
 from tests.e2e.load import GRPC, HTTP
 from tests.e2e.replicas import (
@@ -24,32 +28,38 @@ from tests.e2e.replicas import (
     NAMESPACE,
     STREAMS,
     Texts,
+    address_of,
     check,
     disturbed,
+    figures,
     load,
     manifest,
     pods_of,
+    save_ascii_model,
     undisturbed,
     wait_replicas,
 )  # fmt: skip
-from tests.e2e.served import Served, is_true
+from tests.e2e.served import Served, is_because, is_true, told
 from tests.e2e.site import Site, image_archives, own_nodes
 from tests.support.kube.polling import poll
 
 SERVED_AGAIN_S: Final = 30.0
-"""Allowed to a killed router's next pod on a machine of two cores; the figure is kept among the artifacts."""
+"""Allowed to a killed router's next process on a machine of two cores; the figure is kept among the artifacts."""
+LONG_TOKENS: Final = 512
+"""Of streams that are under way when the last replica is asked to go."""
+MEMORY: Final = "/spec/pools/0/cpu/memoryPerRank"
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Iterator[Site]:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Three nodes of this module's own, with the operator: kubelets that give no core away for one container alone."""
     if os.environ.get("KUBECONFIG"):
         pytest.skip("drains nodes: only on nodes of our own")
-    archives = image_archives(os.environ, more=("router",))
-    plans = [NodePlan(f"node-{number}", static=False) for number in (1, 2, 3)]
-    images = {plan.name: list(archives.values()) for plan in plans}
+    images = list(image_archives(os.environ, more=("router",)).values())
+    plans = [NodePlan(f"node-{number}", static=False, reserved_cpu="0") for number in (1, 2, 3)]
     folder = tmp_path_factory.mktemp("replicas")
-    with own_nodes(os.environ, folder, smollm2, plans=plans, images=images) as site, install_operator(site):
+    model = save_ascii_model(folder / "model")
+    with own_nodes(os.environ, folder, model, plans=plans, images=images) as site, install_operator(site):
         site.create_namespace(NAMESPACE)
         yield site
 
@@ -69,9 +79,26 @@ def texts(replicas: Served) -> Texts:
     return undisturbed(replicas)
 
 
-def scale(served: Served, number: int) -> None:
+def ask(served: Served, number: int) -> None:
+    """`kubectl scale`."""
     served.site.kubectl("scale", f"hinf/{served.name}", f"--replicas={number}", f"--namespace={served.namespace}")
+
+
+def scale(served: Served, number: int) -> None:
+    ask(served, number)
     wait_replicas(served, number)
+
+
+def patch(served: Served, path: str, value: object) -> None:
+    """`kubectl patch` of one field; None removes it."""
+    operation = {"op": "remove", "path": path} if value is None else {"op": "add", "path": path, "value": value}
+    text = json.dumps([operation])
+    served.site.kubectl("patch", "hinf", NAME, f"--namespace={NAMESPACE}", "--type=json", "-p", text)
+
+
+def uids(served: Served) -> dict[str, str]:
+    """Of ranks, by their pods' names."""
+    return {name: pod["metadata"]["uid"] for name, pod in served.pods().items()}
 
 
 def test_replicas_come_and_go_and_no_request_fails(replicas: Served, texts: Texts) -> None:
@@ -82,19 +109,66 @@ def test_replicas_come_and_go_and_no_request_fails(replicas: Served, texts: Text
     check(disturbed(replicas, "scale", change), texts)
 
 
-def test_a_new_spec_rolls_out_and_no_request_fails(replicas: Served, texts: Texts) -> None:
+def test_the_last_replica_finishes_its_streams_and_then_callers_are_told_to_come_back(replicas: Served) -> None:
+    """From 1 to 0 and to 2. A request that begins after the scaling may be refused; one that has begun may not."""
+    texts = undisturbed(replicas, max_tokens=LONG_TOKENS)
+    with load(replicas, max_tokens=LONG_TOKENS) as streams:
+        streams.wait_answers(STREAMS)
+        asked = time.time()
+        ask(replicas, 0)
+        answers = streams.finish()
+    begun = [one for one in answers if one.began < asked]
+    under_way = [one for one in begun if one.ended > asked]
+    wait_replicas(replicas, 0)
+    service = address_of(replicas.site.client.get("Service", NAME, NAMESPACE), HTTP_PORT)
+    refusal = poll(lambda: told_to_come_back(replicas.site, service), timeout_s=60)
+    replicas.site.keep("replicas-zero.txt", f"{figures(begun)}, {len(under_way)} under way; then: {refusal}\n")
+    assert under_way, "nothing was in flight when the last replica was asked to go"
+    check(begun, texts)
     scale(replicas, 2)
-    before = {name: pod["metadata"]["uid"] for name, pod in replicas.pods().items()}
-    new = '[{"op": "replace", "path": "/spec/pools/0/cpu/memoryPerRank", "value": "1536Mi"}]'
+    assert undisturbed(replicas, max_tokens=LONG_TOKENS) == texts
+
+
+def told_to_come_back(site: Site, service: str) -> str:
+    """Status and Retry-After of an answer to a call; "" while it is another."""
+    code = (
+        "import httpx, sys; r = httpx.get(f'http://{sys.argv[1]}/v1/models', trust_env=False); "
+        "print(r.status_code, 'Retry-After:', r.headers.get('retry-after'))"
+    )
+    command = site.nodes["node-1"].inside(sys.executable, "-c", code, service)
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return said if said.startswith("503 Retry-After: ") and not said.endswith("None") else ""
+
+
+def test_a_new_spec_rolls_out_and_back_and_no_request_fails(replicas: Served, texts: Texts) -> None:
+    scale(replicas, 2)
+    seen = [uids(replicas)]
 
     def change() -> None:
-        replicas.site.kubectl("patch", "hinf", NAME, f"--namespace={NAMESPACE}", "--type=json", "-p", new)
-        wait_replicas(replicas, 2)
+        for memory in ("1280Mi", "1Gi"):
+            patch(replicas, MEMORY, memory)
+            wait_replicas(replicas, 2)
+            seen.append(uids(replicas))
 
     check(disturbed(replicas, "roll-out", change), texts)
-    after = {name: pod["metadata"]["uid"] for name, pod in replicas.pods().items()}
-    assert after.keys() == before.keys()
-    assert not set(after.values()) & set(before.values())
+    assert {frozenset(one) for one in seen} == {frozenset(seen[0])}
+    assert len({uid for one in seen for uid in one.values()}) == 6
+
+
+def test_a_spec_that_does_not_work_stops_at_one_replica_and_no_request_fails(replicas: Served, texts: Texts) -> None:
+    scale(replicas, 2)
+    before = uids(replicas)
+
+    def change() -> None:
+        patch(replicas, "/spec/images", {"cpuWorker": "localhost/none:1"})
+        found = replicas.wait(lambda found: is_because(found, "Progressing", "RolloutStopped"))
+        assert told(found, "Degraded")[2].startswith("The roll-out stopped at replica 1: ")
+        assert (found["status"]["readyReplicas"], found["status"]["updatedReplicas"]) == (1, 1)
+        patch(replicas, "/spec/images", None)
+        wait_replicas(replicas, 2)
+
+    check(disturbed(replicas, "broken", change), texts)
+    assert uids(replicas)[f"{NAME}-cpu-0"] == before[f"{NAME}-cpu-0"]
 
 
 def test_a_node_is_drained_and_no_request_fails(replicas: Served, texts: Texts) -> None:
@@ -107,18 +181,20 @@ def test_a_node_is_drained_and_no_request_fails(replicas: Served, texts: Texts) 
             replicas.site.kubectl(
                 "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=110s"
             )
+            replicas.wait(lambda _: node not in {pod["spec"].get("nodeName", node) for pod in pods_of(replicas)})
             wait_replicas(replicas, 2)
-            assert node not in {pod["spec"]["nodeName"] for pod in pods_of(replicas)}
 
     check(disturbed(replicas, "drain", change), texts)
 
 
 def node_to_drain(served: Served) -> str:
-    """A node with pods of one replica; not the one that the load comes from."""
+    """A node with pods of one replica, and without the router, which is one pod: see the test that kills it."""
+    (router,) = served.site.client.list_all("Pod", NAMESPACE, labels=f"{LABEL_ROUTER}={NAME}")
     replicas_on: dict[str, set[str]] = {}
     for pod in pods_of(served):
         replicas_on.setdefault(pod["spec"]["nodeName"], set()).add(pod["metadata"]["labels"].get(LABEL_REPLICA, "0"))
-    found = [name for name, on_it in replicas_on.items() if name != "node-1" and len(on_it) == 1]
+    of_router = router["spec"]["nodeName"]
+    found = [name for name, on_it in replicas_on.items() if name != of_router and len(on_it) == 1]
     assert found, f"no node has pods of a single replica: {replicas_on}"
     return found[0]
 
@@ -128,9 +204,8 @@ def test_a_killed_routers_streams_end_in_errors_and_new_ones_are_served_soon(rep
         streams.wait_answers(STREAMS)
         (router,) = replicas.site.client.list_all("Pod", NAMESPACE, labels=f"{LABEL_ROUTER}={NAME}")
         killed = time.time()
-        replicas.site.kubectl(
-            "delete", "pod", router["metadata"]["name"], f"--namespace={NAMESPACE}", "--grace-period=0", "--force"
-        )
+        for process in processes_of(replicas.site, router):
+            os.kill(process, signal.SIGKILL)
 
         def served_since() -> list[float]:
             """Times of first tokens of requests that began after it was killed, through the router."""

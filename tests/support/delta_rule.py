@@ -27,6 +27,8 @@ class DeltaCase:
     key_dim: int = 5
     value_dim: int = 4
     taps: int = 4
+    eps: float = 1e-6
+    """Of the norm of the output."""
 
     @property
     def value_heads(self) -> int:
@@ -48,7 +50,7 @@ class DeltaCase:
             decay=-random(self.value_heads).exp(),
             decay_bias=random(self.value_heads),
             norm=random(self.value_dim),
-            eps=1e-6,
+            eps=self.eps,
             key_heads=self.key_heads,
             key_dim=self.key_dim,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +67,8 @@ def serve_between_commands(
         report = plays.run(ranks_pb2.StepPlan(command=ranks_pb2.GroupCommand.FromString(order.command))).report
         assert report is not None
         told.reports.append((report.done, report.problem))
+        while report.is_reading and plays.is_reading:
+            time.sleep(0.001)
         if report.expert_counts:
             told.counts.append({counts.layer: list(counts.tokens) for counts in report.expert_counts})
         if order.serves:
@@ -86,6 +89,12 @@ class _Plays:
         self._step_id += 1
         plan.step_id = self._step_id
         return self._runner.execute(plan)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether this rank still reads an expert."""
+        ahead = self._runner._commands._ahead
+        return ahead is not None and ahead.is_reading
 
     def complete(self) -> list[int]:
         """Tokens behind the prompt, greedy."""

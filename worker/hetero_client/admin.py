@@ -300,7 +300,7 @@ class AdminClient:
         return tuple(dataclass_from(RankProfile, rank) for rank in answer.ranks)
 
     def place_experts(self, *, timeout_s: float = WAKE_TIMEOUT_S) -> ExpertsView:
-        """Move experts to the ranks that are fastest with them. Needs an idle, READY group whose model has experts."""
+        """Move experts to the ranks that are fastest with them. Needs a READY group whose model has experts."""
         request = admin_pb2.PlaceExpertsRequest()
         return dataclass_from(ExpertsView, self._call(self._stub.PlaceExperts, request, timeout_s))
 

@@ -12,7 +12,8 @@ Tokens of a step are taken as independent of one another. What else a step takes
 cost model tells it, and what an expert takes, for tokens that are routed evenly.
 
 What always holds: the result follows from the arguments alone; nothing moves without a gain worth it; and from what
-`place_experts` gave, with the same counts, nothing moves any more. Pure arithmetic, O(ranks · experts · log experts) a
+`place_experts` gave, with the same counts, nothing moves any more. Counts of one time differ from those of the next:
+`faded_counts` adds them up such that only what lasts moves experts. Pure arithmetic, O(ranks · experts · log experts) a
 pair exchanged.
 """
 
@@ -33,7 +34,10 @@ MIN_GAIN: Final = 0.02
 _MIN_PAIR_GAIN: Final = 0.005
 """Part of the slower rank's time that exchanging one pair must save: two experts have to be read for it."""
 
-ExpertCounts = Mapping[int, Sequence[int]]
+FADING_TOKENS: Final = 500_000
+"""Tokens that are counted while older counts lose half their weight."""
+
+ExpertCounts = Mapping[int, Sequence[float]]
 """Layer → how many tokens chose each of its experts, by the experts' numbers."""
 
 
@@ -82,18 +86,18 @@ class ExpertCosts:
 
 @dataclass(frozen=True, slots=True)
 class LayerMove:
-    """Another order of one layer's experts."""
+    """Another order of one layer's experts, by exchanges of two of them."""
 
     layer: int
-    order: tuple[int, ...]
-    """As ShardPlan.expert_orders has it."""
+    orders: tuple[tuple[int, ...], ...]
+    """Order after each exchange, as ShardPlan.expert_orders has it."""
     num_moved: int
-    """Experts that another rank holds then."""
+    """Experts that another rank holds in the end."""
 
-    def applied_to(self, plan: ShardPlan) -> ShardPlan:
-        """Return the plan with this layer's order, and nothing else changed."""
+    def applied_to(self, plan: ShardPlan, *, exchange: int = -1) -> ShardPlan:
+        """Return the plan with this layer's order after an exchange, by default the last, and nothing else changed."""
         orders = list(plan.expert_orders or ((),) * plan.num_layers)
-        orders[self.layer] = self.order
+        orders[self.layer] = self.orders[exchange]
         return replace(plan, expert_orders=tuple(orders))
 
 
@@ -111,26 +115,25 @@ class ExpertMoves:
         """Number of experts that change their rank."""
         return sum(move.num_moved for move in self.moves)
 
+    def plans_from(self, plan: ShardPlan) -> Iterator[ShardPlan]:
+        """Yield the plan after each exchange of two experts, the first of every layer before the second of any."""
+        for exchange in range(max((len(move.orders) for move in self.moves), default=0)):
+            for move in self.moves:
+                if exchange < len(move.orders):
+                    plan = move.applied_to(plan, exchange=exchange)
+                    yield plan
+
 
 def place_experts(
-    plan: ShardPlan,
-    counts: ExpertCounts,
-    costs: ExpertCosts,
-    *,
-    min_gain: float = MIN_GAIN,
-    most_pairs: int | None = None,
+    plan: ShardPlan, counts: ExpertCounts, costs: ExpertCosts, *, min_gain: float = MIN_GAIN
 ) -> ExpertMoves:
     """Find moves that shorten the decode step expected under these counts; none if they save too little.
 
     Layers that are not counted, or that no token went through, stay as they are. Ties go to the expert of the lower
-    number and the lower rank. `most_pairs`: of experts that change places in a layer, the best ones; None: any number.
+    number and the lower rank.
     """
     before_s = expected_step_s(plan, counts, costs)
-    found = [
-        change
-        for layer, chosen in sorted(counts.items())
-        for change in _improved(plan, layer, chosen, costs, most_pairs)
-    ]
+    found = [change for layer, chosen in sorted(counts.items()) for change in _improved(plan, layer, chosen, costs)]
     worthwhile = [change for change in found if change.saved_s >= min_gain * change.before_s]
     saved_s = sum(change.saved_s for change in worthwhile)
     if not worthwhile or saved_s < min_gain * before_s:
@@ -146,7 +149,19 @@ def expected_step_s(plan: ShardPlan, counts: ExpertCounts, costs: ExpertCosts) -
 
 def counted_tokens(counts: ExpertCounts, *, experts_per_token: int) -> int:
     """Tokens that went through the layer that most went through."""
-    return max((sum(chosen) for chosen in counts.values()), default=0) // experts_per_token
+    return int(max((sum(chosen) for chosen in counts.values()), default=0)) // experts_per_token
+
+
+def faded_counts(before: ExpertCounts, new: ExpertCounts, *, experts_per_token: int) -> ExpertCounts:
+    """Return new counts and, beside them, those of before with less weight: half of it after FADING_TOKENS more tokens.
+
+    Texts that alternate then look alike, and experts stay; what lasts wins after about as many tokens.
+    """
+    weight = 0.5 ** (counted_tokens(new, experts_per_token=experts_per_token) / FADING_TOKENS)
+    return {
+        layer: [old * weight + chosen for old, chosen in zip(before.get(layer, [0.0] * len(own)), own, strict=True)]
+        for layer, own in new.items()
+    }
 
 
 class _Expert(NamedTuple):
@@ -195,7 +210,7 @@ class _Change(NamedTuple):
     saved_s: float
 
 
-def _deal(plan: ShardPlan, layer: int, chosen: Sequence[int], costs: ExpertCosts) -> _Deal:
+def _deal(plan: ShardPlan, layer: int, chosen: Sequence[float], costs: ExpertCosts) -> _Deal:
     activity = _activities(chosen, costs)
     return _Deal([[_Expert(activity[number], number) for number in numbers] for numbers in _held(plan, layer)], costs)
 
@@ -225,7 +240,7 @@ def _fixed_s(model: CostModel, plan: ShardPlan, rank: int, step: Step) -> float:
     return 0.0
 
 
-def _activities(chosen: Sequence[int], costs: ExpertCosts) -> list[float]:
+def _activities(chosen: Sequence[float], costs: ExpertCosts) -> list[float]:
     """Part of the decode steps in which some token chooses the expert, for each."""
     tokens = sum(chosen) / costs.experts_per_token
     if not tokens:
@@ -233,21 +248,19 @@ def _activities(chosen: Sequence[int], costs: ExpertCosts) -> list[float]:
     return [1 - (1 - min(1.0, count / tokens)) ** costs.rows for count in chosen]
 
 
-def _improved(
-    plan: ShardPlan, layer: int, chosen: Sequence[int], costs: ExpertCosts, most_pairs: int | None
-) -> Iterator[_Change]:
+def _improved(plan: ShardPlan, layer: int, chosen: Sequence[float], costs: ExpertCosts) -> Iterator[_Change]:
     """Yield the layer dealt better, if exchanges of experts improve it."""
     deal = _deal(plan, layer, chosen, costs)
     before_s = max(deal.times_s)
-    pairs = 0
-    while pairs != most_pairs and (pair := _best_pair(deal)) is not None:
+    orders = []
+    while (pair := _best_pair(deal)) is not None:
         deal.exchange(pair)
-        pairs += 1
+        # Ranks own consecutive positions, in rank order; those of experts in slices are the last.
+        orders.append(tuple(number for experts in deal.held for number in sorted(expert.number for expert in experts)))
     held = [sorted(expert.number for expert in experts) for experts in deal.held]
     num_moved = sum(len(set(now) - set(then)) for now, then in zip(held, _held(plan, layer), strict=True))
     if num_moved:
-        # Ranks own consecutive positions, in rank order; those of experts in slices are the last.
-        move = LayerMove(layer, tuple(number for numbers in held for number in numbers), num_moved)
+        move = LayerMove(layer, tuple(orders), num_moved)
         yield _Change(move, before_s, before_s - max(deal.times_s))
 
 

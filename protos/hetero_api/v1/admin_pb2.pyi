@@ -580,7 +580,7 @@ class PlaceExpertsResponse(_message.Message):
     STEP_S_BEFORE_FIELD_NUMBER: _builtins.int
     STEP_S_AFTER_FIELD_NUMBER: _builtins.int
     moved_experts: _builtins.int
-    """Experts that another rank holds now, over all layers."""
+    """Experts that went to another rank, over all layers."""
     counted_tokens: _builtins.int
     """Tokens that were counted."""
     step_s_before: _builtins.float

@@ -157,7 +157,8 @@ class AdminServicer(object):
 
     def PlaceExperts(self, request, context):
         """Moves often chosen experts to the ranks that are fastest with them, by what was counted since the last time.
-        FAILED_PRECONDITION unless the group is READY and idle, and its model has experts.
+        Requests may run: pairs of experts change places between steps. FAILED_PRECONDITION unless the group is READY and its
+        model has experts, and with engine.batchInvariant.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -58,7 +58,8 @@ class AdminStub:
     """
     PlaceExperts: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PlaceExpertsRequest, _admin_pb2.PlaceExpertsResponse]
     """Moves often chosen experts to the ranks that are fastest with them, by what was counted since the last time.
-    FAILED_PRECONDITION unless the group is READY and idle, and its model has experts.
+    Requests may run: pairs of experts change places between steps. FAILED_PRECONDITION unless the group is READY and its
+    model has experts, and with engine.batchInvariant.
     """
     UpdateWeights: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UpdateWeightsRequest, _admin_pb2.UpdateWeightsResponse]
     """Reads the model's files again on every rank, in place of the weights that serve: what a trainer calls after it wrote
@@ -105,7 +106,8 @@ class AdminAsyncStub(AdminStub):
     """
     PlaceExperts: _aio.UnaryUnaryMultiCallable[_admin_pb2.PlaceExpertsRequest, _admin_pb2.PlaceExpertsResponse]  # type: ignore[assignment]
     """Moves often chosen experts to the ranks that are fastest with them, by what was counted since the last time.
-    FAILED_PRECONDITION unless the group is READY and idle, and its model has experts.
+    Requests may run: pairs of experts change places between steps. FAILED_PRECONDITION unless the group is READY and its
+    model has experts, and with engine.batchInvariant.
     """
     UpdateWeights: _aio.UnaryUnaryMultiCallable[_admin_pb2.UpdateWeightsRequest, _admin_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
     """Reads the model's files again on every rank, in place of the weights that serve: what a trainer calls after it wrote
@@ -197,7 +199,8 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.PlaceExpertsResponse, _abc.Awaitable[_admin_pb2.PlaceExpertsResponse]]:
         """Moves often chosen experts to the ranks that are fastest with them, by what was counted since the last time.
-        FAILED_PRECONDITION unless the group is READY and idle, and its model has experts.
+        Requests may run: pairs of experts change places between steps. FAILED_PRECONDITION unless the group is READY and its
+        model has experts, and with engine.batchInvariant.
         """
 
     @_abc_1.abstractmethod

@@ -1942,19 +1942,21 @@ Global___CountExperts: _TypeAlias = CountExperts  # noqa: Y015
 
 @_typing.final
 class PlaceExperts(_message.Message):
-    """Replace experts."""
+    """Replace experts, in two commands with the same plan, between which steps go on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SHARD_PLAN_FIELD_NUMBER: _builtins.int
     AHEAD_FIELD_NUMBER: _builtins.int
     ahead: _builtins.bool
-    """Only begin to read what the plan needs, beside steps, and go on with the plan in force. A later command with the
-    same plan takes what was read.
+    """Read what the plan needs, beside steps, and go on with the plan in force. To be repeated until no rank is reading.
+    Without it: go over to the plan.
     """
     @_builtins.property
     def shard_plan(self) -> Global___ShardPlan:
-        """The plan from now on: differs from the one in force in expert_orders only."""
+        """The plan from now on: differs from the one in force in expert_orders only, and gives each rank one more expert at
+        most.
+        """
 
     def __init__(
         self,
@@ -2013,6 +2015,7 @@ class CommandReport(_message.Message):
     PROFILE_TRACE_FIELD_NUMBER: _builtins.int
     EXPERT_COUNTS_FIELD_NUMBER: _builtins.int
     IS_READING_FIELD_NUMBER: _builtins.int
+    READ_BYTES_FIELD_NUMBER: _builtins.int
     done: _builtins.bool
     """Whether the group did it: the same on every rank."""
     problem: _builtins.str
@@ -2029,6 +2032,8 @@ class CommandReport(_message.Message):
     """stop_profile with_trace: gzip of a trace in Chrome's JSON format."""
     is_reading: _builtins.bool
     """place_experts ahead: whether this rank is still reading."""
+    read_bytes: _builtins.int
+    """place_experts: bytes of the experts that this rank read for it."""
     @_builtins.property
     def expert_counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExpertCounts]:
         """count_experts: of the layers of which this rank holds experts, ascending."""
@@ -2045,10 +2050,11 @@ class CommandReport(_message.Message):
         profile_trace: _builtins.bytes = ...,
         expert_counts: _abc.Iterable[Global___ExpertCounts] | None = ...,
         is_reading: _builtins.bool = ...,
+        read_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "expert_counts", b"expert_counts", "freed_bytes", b"freed_bytes", "is_reading", b"is_reading", "kv_bytes", b"kv_bytes", "problem", b"problem", "profile_table", b"profile_table", "profile_trace", b"profile_trace", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "expert_counts", b"expert_counts", "freed_bytes", b"freed_bytes", "is_reading", b"is_reading", "kv_bytes", b"kv_bytes", "problem", b"problem", "profile_table", b"profile_table", "profile_trace", b"profile_trace", "read_bytes", b"read_bytes", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,6 +1,6 @@
 """Real nodes for tests: kubelet, containerd, runc, CNI and kube-proxy, as root on one Linux machine.
 
-    with RealCluster([NodePlan("node-1")], images={"node-1": [archive]}, logs=folder, ...) as real:   # real_cluster.py
+    with RealCluster([NodePlan("node-1")], images=[archive], logs=folder, ...) as real:   # real_cluster.py
         real.cluster.client().list_all("Node")
 
 Each node lives in a network namespace and below a cgroup of its own, so the machine's network, ports and cgroups stay

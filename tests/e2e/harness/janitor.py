@@ -136,6 +136,13 @@ def _remove_namespaces(folder: Path) -> list[str]:
 
 
 def _remove_made_folders(folder: Path) -> list[str]:
+    """Remove folders that had to be made, unless another cluster is there.
+
+    Its mounts on them would go with them: Linux detaches what is mounted on a folder that is removed.
+    """
+    prefix = folder.name.partition("-")[0]
+    if any(other != folder for other in folder.parent.glob(f"{prefix}-*")):
+        return []
     record = folder / MADE
     for line in record.read_text().splitlines() if record.exists() else []:
         with contextlib.suppress(OSError):  # somebody else uses it by now

@@ -26,7 +26,7 @@ START_TIMEOUT_S = 60.0
 
 
 class Node:
-    """Started by `start`, in the order that its parts need one another; taken away by the janitor."""
+    """Made and started in the order in which its parts need one another; taken away by the janitor."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class Node:
         self.cgroup = cgroup
         self._components: dict[str, Component] = {}
         self._files: NodeFiles | None = None
+        self._containerd: list[str] = []
 
     @property
     def name(self) -> str:
@@ -59,15 +60,22 @@ class Node:
     def _namespace(self) -> str:
         return self._network.namespace(self._index)
 
-    def start_runtime(self) -> None:
-        """containerd, so that images can be loaded."""
+    def make(self) -> None:
+        """Make the node's folders, cgroup and settings."""
         self.folder.mkdir(parents=True)
         make_folders(self.folder, self.folder.parent / MADE)
         make_cgroup(self.cgroup)
-        command = self.runtime.configure(pods=self._network.addresses.pods(self._index), bridge=POD_BRIDGE)
-        inside = self._network.inside(self._namespace, *with_private_folders(command, self.folder))
+        self._containerd = self.runtime.configure(pods=self._network.addresses.pods(self._index), bridge=POD_BRIDGE)
+
+    def start_runtime(self) -> None:
+        """Start containerd, so that images can be loaded."""
+        inside = self._network.inside(self._namespace, *with_private_folders(self._containerd, self.folder))
         daemon = self._start("containerd", inside)
         poll(self.runtime.serves, timeout_s=START_TIMEOUT_S, describe=daemon.log_tail)
+
+    def stop_runtime(self) -> None:
+        """Stop containerd, which runs no container."""
+        self._components["containerd"].stop()
 
     def start(self) -> None:
         """Kubelet and kube-proxy; the node is Ready some seconds later."""

@@ -11,7 +11,7 @@ import fcntl
 import os
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -41,13 +41,13 @@ EVERY_CONTROLLER = ("*",)
 
 
 class RealCluster:
-    """`nodes` of `binaries` on this machine, each with images from archives; logs end up in `logs`."""
+    """`nodes` of `binaries` on this machine, all with the same images from archives; logs end up in `logs`."""
 
     def __init__(
         self,
         nodes: Sequence[NodePlan],
         *,
-        images: Mapping[str, Sequence[Path]],
+        images: Sequence[Path],
         logs: Path,
         binaries: Binaries,
         programs: NodePrograms,
@@ -96,9 +96,7 @@ class RealCluster:
         self._plane = self._start_control_plane(folder, network)
         self._start_name_server(folder, network)
         self.nodes = {plan.name: self._node(plan, index, folder, network) for index, plan in enumerate(self._plans)}
-        for node in self.nodes.values():
-            node.start_runtime()
-        self._load_images(folder)
+        self._start_runtimes(folder)
         for node in self.nodes.values():
             node.start()
         with self.cluster.client() as client:
@@ -152,16 +150,20 @@ class RealCluster:
             cgroup=f"{folder.name}-n{index}",
         )
 
-    def _load_images(self, folder: Path) -> None:
+    def _start_runtimes(self, folder: Path) -> None:
+        """Start each node's containerd. The first imports the images; the others get its files by link."""
+        for node in self.nodes.values():
+            node.make()
+        first, *others = self.nodes.values()
+        first.start_runtime()
         pause = pause_archive(folder / "pause.tar", cc=self._programs.cc)
         with ThreadPoolExecutor() as pool:
-            loads = [
-                pool.submit(node.runtime.load, archive)
-                for node in self.nodes.values()
-                for archive in (pause, *self._images.get(node.name, ()))
-            ]
-        for load in loads:
-            load.result()
+            list(pool.map(first.runtime.load, (pause, *self._images)))
+        first.stop_runtime()
+        for node in others:
+            node.runtime.link_images(first.runtime)
+        for node in self.nodes.values():
+            node.start_runtime()
 
     def _hire_janitor(self, folder: Path) -> None:
         self._users = (folder / janitor.USERS).open("a", encoding="utf-8")

@@ -27,6 +27,7 @@ from tests.unit.engine.fake_ranks import FakeRanks
 
 FINGERPRINT = "f" * 64
 KV_BYTES_PER_TOKEN = 8
+EXPERT_BYTES = 1000
 PATIENCE_S = 5.0
 DEVICE = ranks_pb2.DeviceReport(
     kind=ranks_pb2.DEVICE_KIND_CPU,
@@ -263,6 +264,9 @@ class ObedientRank(ScriptedRank):
         """By layer, whenever it is asked how often experts were chosen."""
         self.polls_of_reading = 0
         """How often it says that it is still reading, for each exchange of experts."""
+        self.holds: ranks_pb2.HeldShard | None = None
+        """Its weights, since it has gone over to another plan."""
+        self._plan_key = ""
         self._polls = 0
         self.aborts: list[str] = []
         self._ended_epoch = 0
@@ -290,7 +294,7 @@ class ObedientRank(ScriptedRank):
         if kind == "abort":
             self.aborts.append(message.abort.reason)
             self._ended_epoch = message.epoch
-            self.join()
+            self.join(**({} if self.holds is None else {"held": self.holds}))
         elif kind == "step_plan":
             self._step(message.step_plan)
         elif kind != "shutdown":
@@ -302,6 +306,8 @@ class ObedientRank(ScriptedRank):
             self._ranks = WarmRanks(
                 num_blocks=order.num_blocks, block_size=order.block_size, vocab_size=VOCAB_SIZE, max_num_seqs=4
             )
+        if kind == "load_model":
+            self._plan_key = order.plan_key
         self.answer(kind, order)
 
     def _step(self, plan: ranks_pb2.StepPlan) -> None:
@@ -328,6 +334,10 @@ class ObedientRank(ScriptedRank):
             if plan.command.place_experts.ahead:
                 report.is_reading = self._polls < self.polls_of_reading
                 self._polls = self._polls + 1 if report.is_reading else 0
+            elif plan.command.HasField("place_experts"):
+                wanted = plan.command.place_experts.shard_plan
+                self.holds = ranks_pb2.HeldShard(shard_plan=wanted, plan_key=self._plan_key, rank=self.ordinal)
+                report.read_bytes = EXPERT_BYTES
             return report
         self._ranks._step_id += 1
         return ranks_pb2.CommandReport(done=False, problem=self.problem)

@@ -19,6 +19,7 @@ from hetero_worker.process.gateway_link import one_by_one
 
 pytestmark = pytest.mark.unit
 
+COUNT = ranks_pb2.GroupCommand(count_experts=ranks_pb2.CountExperts())
 SLEEP = ranks_pb2.GroupCommand(sleep=ranks_pb2.SleepCommand(level=1))
 
 
@@ -231,6 +232,54 @@ async def test_a_command_needs_that_nothing_is_out_and_lets_nothing_out() -> Non
         bench.answer(2, rank=1)
     bench.report(1, 2)
     await task
+
+
+async def test_a_command_in_turn_goes_between_steps_that_need_not_wait_for_it() -> None:
+    bench = Bench()
+    bench.submit()
+    task = asyncio.create_task(bench.executor.command_in_turn(COUNT))
+    await asyncio.sleep(0)
+    bench.submit()
+    plans = [(await bench.sent())[0].step_plan for _ in range(3)]
+    assert [(plan.step_id, plan.HasField("command")) for plan in plans] == [(1, False), (2, True), (3, False)]
+    bench.report(1, 2)  # before rank 0 has answered the step that comes first
+    await asyncio.sleep(0.05)
+    bench.answer(1)
+    await asyncio.sleep(0.02)
+    assert not task.done()
+    bench.report(0, 2)
+    answer = await task
+    assert 0.02 <= answer.seconds < 0.05, "from the end of the step before it"
+    assert len(answer.reports) == 2
+    bench.answer(3)
+    assert bench.take().step_id == 1
+    taken = bench.executor.in_flight.take()
+    assert taken is not None
+    assert taken.step_id == 3
+    assert taken.seconds < 0.01, "from the end of the command"
+
+
+async def test_a_command_in_turn_waits_for_masks_that_ranks_wait_for() -> None:
+    bench = Bench()
+    step = bench.submit(masked=(3,))
+    task = asyncio.create_task(bench.executor.command_in_turn(COUNT))
+    assert (await bench.sent())[0].step_plan.step_id == 1
+    bench.executor.in_flight.send_masks(step, [bytes([255])])
+    assert [(await bench.sent())[0].WhichOneof("body") for _ in range(2)] == ["token_masks", "step_plan"]
+    bench.answer(1)
+    for rank in (0, 1):
+        bench.report(rank, 2)
+    await task
+
+
+async def test_a_command_in_turn_that_waits_for_masks_ends_with_the_group() -> None:
+    bench = Bench()
+    bench.submit(masked=(3,))
+    task = asyncio.create_task(bench.executor.command_in_turn(COUNT))
+    await bench.sent()
+    bench.executor.lose("a rank is gone")
+    with pytest.raises(GroupLost, match="a rank is gone"):
+        await task
 
 
 async def test_a_command_that_a_rank_does_not_answer_is_a_lost_group() -> None:

@@ -1,4 +1,4 @@
-"""Experts are counted and moved while nobody is served, layer by layer, and the plan that stands is known."""
+"""Experts are counted and change places in pairs, while requests run or not, and the plan that stands is known."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.errors import GroupLost
 from hetero_gateway.group.admin_rpcs import AdminRpcs
 from hetero_gateway.group.errors import CommandFailed, WrongState
-from hetero_gateway.group.experts import ExpertRebalancer, RebalancePolicy, merge_counts, wants_rebalancing
+from hetero_gateway.group.experts import ExpertRebalancer, ExpertSwap, RebalancePolicy, merge_counts, wants_rebalancing
 from hetero_gateway.group.settings import GroupSettings
 from tests.unit.engine.engine_setup import generation
 from tests.unit.group.group_setup import (
+    EXPERT_BYTES,
     FINGERPRINT,
+    PATIENCE_S,
     GroupBench,
     ObedientRank,
     collect,
@@ -65,9 +67,9 @@ async def serving(**counts: dict[int, list[int]]) -> AsyncIterator[tuple[GroupBe
 
 
 def placed(rank: ObedientRank) -> list[ShardPlan]:
-    """The plans that the rank was told in this epoch, one a command."""
-    orders = [plan.command for plan in rank.plans if plan.command.HasField("place_experts")]
-    return [ShardPlan.from_proto(order.place_experts.shard_plan) for order in orders]
+    """The plans that the rank went over to in this epoch."""
+    orders = [plan.command.place_experts for plan in rank.plans if plan.command.HasField("place_experts")]
+    return [ShardPlan.from_proto(order.shard_plan) for order in orders if not order.ahead]
 
 
 def held(plan: ShardPlan | None, layer: int) -> list[set[int]]:
@@ -75,13 +77,14 @@ def held(plan: ShardPlan | None, layer: int) -> list[set[int]]:
     return [set(plan.experts_of(rank, layer)) for rank in range(plan.world_size)]
 
 
-def on_place(rank: ObedientRank, act: Callable[[], None]) -> None:
-    """Do something when the first command to place experts comes to the rank, before it obeys."""
+def on_place(rank: ObedientRank, act: Callable[[], None], *, ahead: bool = True) -> None:
+    """Do something when the first command to place experts, ahead or not, comes to the rank, before it obeys."""
     obey = rank._obey
     done: list[bool] = []
 
     def acting(plan: ranks_pb2.StepPlan) -> ranks_pb2.CommandReport:
-        if plan.command.HasField("place_experts") and not done:
+        is_it = plan.command.HasField("place_experts") and plan.command.place_experts.ahead == ahead
+        if is_it and not done:
             done.append(True)
             act()
         return obey(plan)
@@ -89,7 +92,7 @@ def on_place(rank: ObedientRank, act: Callable[[], None]) -> None:
     rank._obey = acting  # type: ignore[method-assign]
 
 
-async def test_experts_move_layer_by_layer_and_the_plan_is_known() -> None:
+async def test_pairs_of_experts_change_places_and_the_plan_is_known() -> None:
     async with serving() as (bench, zero, one):
         before = bench.group.placement.plan
         assert held(before, 0) == held(before, 2) == [{0, 1}, {2, 3}]
@@ -99,7 +102,7 @@ async def test_experts_move_layer_by_layer_and_the_plan_is_known() -> None:
         after = bench.group.placement.plan
         for layer in (0, 2):
             assert all(len(experts & {0, 1}) == 1 for experts in held(after, layer))
-        assert zero.commands == one.commands == ["count_experts", "count_experts", "place_experts", "place_experts"]
+        assert zero.commands == one.commands == ["count_experts", "count_experts", *["place_experts"] * 4]
         first, second = placed(zero)
         assert [bool(order) for order in first.expert_orders].count(True) == 1
         assert second == after
@@ -121,6 +124,14 @@ async def test_ranks_that_settled_are_left_alone() -> None:
         assert answer.step_s_after == answer.step_s_before
         assert bench.group.placement.plan is plan
         assert len(placed(one)) == len(placed(zero)) == 2
+
+
+async def test_as_many_pairs_as_were_asked_for_change_places() -> None:
+    async with serving() as (bench, zero, _):
+        assert (await bench.rpcs.place_experts(1)).moved_experts == 2
+        assert bench.group.placement.plan == placed(zero)[0]
+        assert (await bench.rpcs.place_experts(1)).moved_experts == 2
+        assert (await bench.rpcs.place_experts(1)).moved_experts == 0
 
 
 async def test_counts_of_all_ranks_are_added_up() -> None:
@@ -196,13 +207,12 @@ async def test_a_model_without_experts_has_none_to_place() -> None:
         assert zero.commands == []
 
 
-async def test_a_group_with_requests_is_left_alone() -> None:
-    async with serving() as (bench, zero, _):
-        zero.holds_steps = True
-        stream = bench.core.submit(generation("r", range(3)))
-        with pytest.raises(WrongState, match="PlaceExperts needs a group without requests"):
+async def test_batch_invariance_keeps_experts_where_they_are() -> None:
+    async with GroupBench(moe_settings(batch_invariant=True)) as bench:
+        zero, _ = await bench.ready()
+        with pytest.raises(WrongState, match=r"which engine.batchInvariant rules out; set it to false first"):
             await bench.rpcs.place_experts()
-        stream.cancel()
+        assert placed(zero) == []
 
 
 async def test_asleep_and_between_epochs_nothing_is_placed() -> None:
@@ -216,20 +226,6 @@ async def test_asleep_and_between_epochs_nothing_is_placed() -> None:
             await bench.rpcs.place_experts()
 
 
-async def test_a_request_that_comes_meanwhile_waits_for_one_layer_and_no_more() -> None:
-    async with serving() as (bench, zero, one):
-        streams: list[Any] = []
-        on_place(one, lambda: streams.append(bench.core.submit(generation("r", range(9), max_tokens=6))))
-        answer = await bench.rpcs.place_experts()
-        assert answer.moved_experts == 2
-        assert answer.step_s_after < answer.step_s_before
-        assert len(placed(zero)) == 1
-        assert bench.group.placement.plan == placed(zero)[0]
-        events = await collect(streams[0])
-        assert sum(len(event.token_ids) for event in events[:-1]) == 6
-        assert (await bench.rpcs.place_experts()).moved_experts == 2, "the other layer, the next time"
-
-
 async def test_a_rank_that_cannot_leaves_the_group_as_it_was() -> None:
     async with serving() as (bench, zero, one):
         plan = bench.group.placement.plan
@@ -238,27 +234,62 @@ async def test_a_rank_that_cannot_leaves_the_group_as_it_was() -> None:
         with pytest.raises(CommandFailed, match=r"the group is as it was; .* rank 1 \(pod-1\): no room"):
             await bench.rpcs.place_experts()
         assert bench.group.placement.plan is plan
+        assert placed(zero) == []
         zero.peers_fail, one.problem = False, ""
         await collect(bench.core.submit(generation("r", range(9), max_tokens=6)))
         assert (await bench.rpcs.place_experts()).moved_experts == 4
 
 
-async def test_a_rank_lost_meanwhile_ends_it() -> None:
-    async with serving() as (bench, _, one):
-        on_place(one, one.lose)
+@pytest.mark.parametrize("ahead", [True, False], ids=["while it reads", "as all go over"])
+async def test_a_rank_lost_meanwhile_ends_it(ahead: bool) -> None:
+    """Nobody has gone over: the next epoch has the plan from before."""
+    async with serving() as (bench, zero, one):
+        before = bench.group.placement.plan
+        on_place(zero, lambda: setattr(zero, "peers_fail", True), ahead=ahead)
+        on_place(one, one.lose, ahead=ahead)
         with pytest.raises(GroupLost):
             await bench.rpcs.place_experts()
-        assert bench.group.placement.plan is not None
-        assert held(bench.group.placement.plan, 0) == held(bench.group.placement.plan, 2) == [{0, 1}, {2, 3}]
+        assert await plan_of_next_epoch(bench, zero) == before == bench.group.placement.plan
 
 
-async def test_how_many_moved_is_told_once() -> None:
+async def test_what_the_others_have_gone_over_to_is_kept_when_a_rank_is_lost_before_it_says_so() -> None:
+    async with serving() as (bench, zero, one):
+        before = bench.group.placement.plan
+        on_place(one, one.lose, ahead=False)
+        with pytest.raises(GroupLost):
+            await bench.rpcs.place_experts()
+        assert zero.holds is not None, "it had voted, and gone over"
+        gone_over = ShardPlan.from_proto(zero.holds.shard_plan)
+        assert await plan_of_next_epoch(bench, zero) == gone_over == bench.group.placement.plan
+        assert gone_over != before
+
+
+async def plan_of_next_epoch(bench: GroupBench, zero: ObedientRank) -> ShardPlan:
+    """The plan that all ranks load when the lost one is replaced; rank zero holds weights."""
+    await bench.until(GroupState.ABORTED)
+    loads: list[ShardPlan] = []
+    note = zero._note
+
+    def noting(kind: str, order: Any) -> None:
+        if kind == "load_model":
+            loads.append(ShardPlan.from_proto(order.shard_plan))
+        note(kind, order)
+
+    zero._note, zero.peers_fail = noting, False  # type: ignore[method-assign]
+    bench.obedient(1, instance="replacement")
+    await bench.until(GroupState.READY)
+    (plan,) = loads
+    return plan
+
+
+async def test_what_each_pair_took_is_reported() -> None:
     async with serving() as (bench, _, _):
-        told: list[int] = []
-        rpcs = AdminRpcs(bench.group, core=bench.core, settings=moe_settings(), on_experts_moved=told.append)
+        swaps: list[ExpertSwap] = []
+        rpcs = AdminRpcs(bench.group, core=bench.core, settings=moe_settings(), observe_swap=swaps.append)
         await rpcs.place_experts()
         await rpcs.place_experts()
-        assert told == [4]
+        assert [swap.read_bytes for swap in swaps] == [2 * EXPERT_BYTES] * 2
+        assert all(0 < swap.pause_s < PATIENCE_S for swap in swaps)
 
 
 # --- while requests run -----------------------------------------------------------------------------------
@@ -270,12 +301,12 @@ def orders_to(rank: ObedientRank) -> list[tuple[str, bool]]:
     return [(command.WhichOneof("action") or "", command.place_experts.ahead) for command in commands]
 
 
-async def test_pairs_are_read_first_and_then_exchanged_while_requests_run() -> None:
+async def test_pairs_are_read_first_and_then_change_places_while_requests_run() -> None:
     async with serving() as (bench, zero, one):
         one.polls_of_reading = 1
         streams = [bench.core.submit(generation("first", range(9), max_tokens=40))]
         on_place(zero, lambda: streams.append(bench.core.submit(generation("second", range(9), max_tokens=6))))
-        assert await bench.rpcs.swap_experts() == 4
+        assert (await bench.rpcs.place_experts()).moved_experts == 4
         reading, exchange = ("place_experts", True), ("place_experts", False)
         assert orders_to(zero)[1:] == [("count_experts", False), *[reading, reading, exchange] * 2]
         assert orders_to(zero) == orders_to(one)
@@ -285,17 +316,6 @@ async def test_pairs_are_read_first_and_then_exchanged_while_requests_run() -> N
         for stream, number in zip(streams, (40, 6), strict=True):
             events = await collect(stream)
             assert sum(len(event.token_ids) for event in events[:-1]) == number
-
-
-async def test_a_rank_that_cannot_read_leaves_all_where_they_are() -> None:
-    async with serving() as (bench, zero, one):
-        plan = bench.group.placement.plan
-        on_place(zero, lambda: setattr(zero, "peers_fail", True))
-        on_place(one, lambda: setattr(one, "problem", "no such file"))
-        with pytest.raises(CommandFailed, match=r"rank 1 \(pod-1\): no such file"):
-            await bench.rpcs.swap_experts()
-        assert bench.group.placement.plan is plan
-        assert len(placed(zero)) == 1
 
 
 # --- without being asked ----------------------------------------------------------------------------------
@@ -309,14 +329,11 @@ def test_only_models_of_experts_are_looked_at_and_only_if_the_resource_lets_them
 
 
 class Rebalancing:
-    """A rebalancer at work on a bench, with a clock in the test's hands."""
+    """A rebalancer at work on a bench."""
 
-    def __init__(self, bench: GroupBench, *, min_tokens: int, serving_s: float = 1000.0) -> None:
-        self.now_s = 0.0
-        policy = RebalancePolicy(idle_s=0.01, min_tokens=min_tokens, interval_s=100.0, serving_s=serving_s)
-        rebalancer = ExpertRebalancer(
-            bench.rpcs.place_experts, bench.rpcs.swap_experts, core=bench.core, policy=policy, clock=lambda: self.now_s
-        )
+    def __init__(self, bench: GroupBench, *, min_tokens: int) -> None:
+        policy = RebalancePolicy(interval_s=0.01, min_tokens=min_tokens)
+        rebalancer = ExpertRebalancer(bench.rpcs.place_experts, core=bench.core, policy=policy)
         self._task = asyncio.create_task(rebalancer.run())
 
     async def __aenter__(self) -> Rebalancing:
@@ -340,7 +357,7 @@ async def look_often(bench: GroupBench) -> None:
     assert bench.core.is_idle
 
 
-async def test_an_idle_group_that_computed_enough_moves_experts_by_itself() -> None:
+async def test_a_group_that_computed_enough_moves_experts_by_itself() -> None:
     async with serving() as (bench, zero, _), Rebalancing(bench, min_tokens=20):
         await compute(bench, "one")
         await look_often(bench)
@@ -348,51 +365,30 @@ async def test_an_idle_group_that_computed_enough_moves_experts_by_itself() -> N
         await compute(bench, "two")
         await wait_until(lambda: len(placed(zero)) == 2)
         assert held(bench.group.placement.plan, 0) != [{0, 1}, {2, 3}]
+        await look_often(bench)
+        assert zero.commands.count("count_experts") == 3, "the second time nothing was left to move"
 
 
-async def test_a_busy_group_is_not_taken_for_an_idle_one() -> None:
-    async with serving() as (bench, zero, _), Rebalancing(bench, min_tokens=1):
-        await compute(bench, "one")
-        zero.holds_steps = True
-        stream = bench.core.submit(generation("two", range(9)))
-        deadline_s = asyncio.get_running_loop().time() + 0.1
-        await wait_until(lambda: asyncio.get_running_loop().time() > deadline_s)
-        assert zero.commands == ["count_experts"]
-        stream.cancel()
-
-
-async def test_a_group_that_serves_and_computed_enough_exchanges_pairs_by_itself() -> None:
-    async with serving() as (bench, zero, _), Rebalancing(bench, min_tokens=20, serving_s=0.01):
+async def test_a_group_that_serves_does_so_too() -> None:
+    async with serving() as (bench, zero, _), Rebalancing(bench, min_tokens=20):
 
         async def ask_on() -> None:
             for number in itertools.count():
                 await collect(bench.core.submit(generation(f"r{number}", range(9), max_tokens=50)))
 
         asking = asyncio.create_task(ask_on())
-        await wait_until(lambda: len(placed(zero)) == 4 and bench.group.placement.plan == placed(zero)[-1])
+        await wait_until(lambda: len(placed(zero)) == 2 and bench.group.placement.plan == placed(zero)[-1])
         asking.cancel()
         with suppress(asyncio.CancelledError):
             await asking
 
 
-async def test_experts_are_not_looked_at_often() -> None:
-    async with serving() as (bench, zero, _), Rebalancing(bench, min_tokens=1) as rebalancing:
-        await compute(bench, "one")
-        await wait_until(lambda: len(placed(zero)) == 2)
-        await compute(bench, "two")
-        await look_often(bench)
-        assert zero.commands.count("count_experts") == 2
-        rebalancing.now_s = 101.0
-        await wait_until(lambda: zero.commands.count("count_experts") == 3)
-
-
 async def test_a_rebalancer_lives_on_when_it_is_refused() -> None:
-    async with serving() as (bench, zero, one), Rebalancing(bench, min_tokens=1) as rebalancing:
+    async with serving() as (bench, zero, one), Rebalancing(bench, min_tokens=1):
         on_place(zero, lambda: setattr(zero, "peers_fail", True))
         on_place(one, lambda: setattr(one, "problem", "no room"))
         await compute(bench, "one")
-        await wait_until(lambda: len(placed(zero)) == 1)
+        await wait_until(lambda: "place_experts" in zero.commands)
         zero.peers_fail, one.problem = False, ""
         await compute(bench, "two")
-        rebalancing.now_s = 101.0
-        await wait_until(lambda: len(placed(zero)) == 3)
+        await wait_until(lambda: len(placed(zero)) == 2)

@@ -261,12 +261,12 @@ async def put_gateway(bench: Bench, name: str, owners: list[Object], status: Obj
     await bench.put_pod(name, labels={**GATEWAY_LABELS, **labels}, owners=owners, status=status)
 
 
-async def put_deployment(bench: Bench, **pod: Any) -> None:
-    """The gateway's Deployment, as the resource's own."""
+async def put_deployment(bench: Bench, name: str = "x-gateway", **pod: Any) -> None:
+    """A Deployment, by default the gateway's, as the resource's own."""
     uid = bench.server.objects[PATH]["metadata"]["uid"]
     owners = [{"kind": "HeteroInference", "name": "x", "uid": uid, "controller": True}]
     metadata = {"labels": {LABEL_NAME: "x"}, "ownerReferences": owners}
-    path = "/apis/apps/v1/namespaces/ns/deployments/x-gateway"
+    path = f"/apis/apps/v1/namespaces/ns/deployments/{name}"
     stored = await bench.server.put(path, {"metadata": metadata, "spec": {"template": {"spec": pod}}})
     kind = next(kind for kind in bench.parts.cache._stores if kind.kind == "Deployment")
     bench.parts.cache._stores[kind].put(stored)
@@ -282,6 +282,15 @@ async def test_a_gateway_is_asked_once_it_runs_and_has_an_address(bench: Bench) 
     await bench.reconciler().reconcile(KEY)
     assert bench.seen[-1].gateway is not None
     assert bench.seen[-1].gateway.error.startswith("UNAVAILABLE")
+
+
+async def test_a_gateway_is_asked_beside_a_router_and_a_responder(bench: Bench) -> None:
+    await bench.put_resource()
+    for name in ("x-router", "x-gateway", "x-responder"):
+        await put_deployment(bench, name)
+    await put_gateway(bench, "g", made_by("x-gateway-abc"), RUNS)
+    await bench.reconciler().reconcile(KEY)
+    assert bench.seen[-1].gateway is not None
 
 
 @pytest.mark.parametrize(

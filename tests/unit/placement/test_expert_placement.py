@@ -12,7 +12,15 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import NO_UNITS, LayerShard, RankShard, ShardPlan, UnitRange, ranges_of_counts
 from hetero_api.spec_pools import PoolType
 from hetero_placement.cost_model import CostModel
-from hetero_placement.expert_placement import ExpertCosts, ExpertMoves, counted_tokens, expected_step_s, place_experts
+from hetero_placement.expert_placement import (
+    FADING_TOKENS,
+    ExpertCosts,
+    ExpertMoves,
+    counted_tokens,
+    expected_step_s,
+    faded_counts,
+    place_experts,
+)
 from hetero_placement.hardware import CostPoint, ExchangeSpeeds, Hardware, Part, RankHardware, Speeds
 
 pytestmark = pytest.mark.unit
@@ -70,13 +78,45 @@ def test_equal_ranks_get_equal_work_by_few_exchanges() -> None:
     assert moves.step_s_after == pytest.approx(moves.step_s_before / 2)
 
 
-def test_the_best_pair_comes_first_if_only_one_may_change_places() -> None:
-    counts = {0: [10, 10, 900, 10, 800, 10, 10, 250]}
-    plan = shard_plan((3, 5))
-    moves = place_experts(plan, counts, costs((FAST, SLOW)), most_pairs=1)
-    assert {2, 4} <= held(applied(plan, moves))[0]
-    assert moves.num_moved == 2
-    assert moves.step_s_before > moves.step_s_after > place_experts(plan, counts, costs((FAST, SLOW))).step_s_after
+def test_pairs_change_places_one_by_one_and_the_best_of_each_layer_comes_first() -> None:
+    counts = {0: [10, 10, 900, 10, 800, 10, 10, 250], 1: [0, 0, 0, 0, 0, 0, 400, 600]}
+    plan, known = shard_plan((3, 5), num_layers=2), costs((FAST, SLOW))
+    moves = place_experts(plan, counts, known)
+    plans = [plan, *moves.plans_from(plan)]
+    assert len(plans) == 1 + 4
+    for before, after in itertools.pairwise(plans):
+        changed = [layer for layer in (0, 1) if held(after, layer) != held(before, layer)]
+        assert [len(held(after, layer)[0] - held(before, layer)[0]) for layer in changed] == [1]
+        assert expected_step_s(after, counts, known) < expected_step_s(before, counts, known)
+    assert held(plans[2]) != held(plan)
+    assert held(plans[2], 1) != held(plan, 1)
+    assert plans[-1] == applied(plan, moves)
+
+
+def looks(*counts: Sequence[float], tokens: int) -> list[bool]:
+    """Whether experts move at each look, of two experts a token, after so many tokens each."""
+    plan, known, before = shard_plan((2, 2)), costs((FAST, SLOW)), dict[int, Sequence[float]]()
+    moved = []
+    for shares in counts:
+        new = {0: [2 * tokens * share for share in shares]}
+        before = dict(faded_counts(before, new, experts_per_token=2))
+        moves = place_experts(plan, before, known)
+        plan = applied(plan, moves)
+        moved.append(bool(moves.moves))
+    return moved
+
+
+def test_texts_that_alternate_do_not_move_experts_back_and_forth() -> None:
+    one, other = (0.0, 0.0, 0.5, 0.5), (0.5, 0.5, 0.0, 0.0)
+    assert looks(*[one, other] * 20, tokens=10_000) == [True, *[False] * 39]
+
+
+def test_what_lasts_moves_experts_once_it_outweighs_what_fades() -> None:
+    one, other = (0.0, 0.0, 0.5, 0.5), (0.5, 0.5, 0.0, 0.0)
+    moved = looks(*[one] * 100, *[other] * 100, tokens=10_000)
+    first = moved.index(True, 1)
+    assert moved.count(True) == 2
+    assert 100 + FADING_TOKENS / 20_000 < first < 100 + FADING_TOKENS / 10_000
 
 
 def test_the_pair_that_levels_two_ranks_best_is_exchanged() -> None:

@@ -65,7 +65,7 @@ async def test_requests_tokens_blocks_and_times_are_counted(scraped: tuple[Gatew
     assert (values["vllm:request_prompt_tokens_sum0g"], values["vllm:request_generation_tokens_sum0g"]) == (9, 3)
     assert values["hetero_step_seconds_count"] >= values["hetero_steps_total"] == 3
     assert (values["hetero_epoch"], values["hetero_ready"]) == (1, 1)
-    assert (values["hetero_expert_rebalances_total"], values["hetero_moved_experts_total"]) == (0, 0)
+    assert (values["hetero_expert_swaps_total"], values["hetero_expert_swap_read_bytes_total"]) == (0, 0)
     assert values["hetero_placement_predicted_tokens_per_second"] > 0
     assert values["hetero_placement_step_time_ratio"] > 0
     assert values["hetero_placement_measured_tokens_per_second"] == pytest.approx(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import statistics
 import threading
 import time
 from collections.abc import Sequence
@@ -77,6 +78,22 @@ def order(builder: PlanBuilder, command: Command) -> list[ranks_pb2.CommandRepor
     """Have the group do it; every rank's report."""
     outputs = builder.command(command).outputs
     return [output.report or ranks_pb2.CommandReport() for output in outputs]
+
+
+def move(group: RankGroup, builder: PlanBuilder, wanted: ShardPlan) -> list[ranks_pb2.CommandReport]:
+    """Have the group go over to a plan, two experts at a time; every rank's last report."""
+    now = group.runners[0].held
+    assert now is not None
+    plan, reports = now.shard_plan, list[ranks_pb2.CommandReport]()
+    for layer, numbers in enumerate(wanted.expert_orders):
+        for at, number in enumerate(numbers):
+            own = list(plan.expert_orders[layer] if plan.expert_orders else ()) or list(range(NUM_EXPERTS))
+            if own[at] != number:
+                plan = with_a_pair_swapped(plan, layer, at, own.index(number))
+                until_read(builder, plan)
+                reports = order(builder, place(plan))
+                assert [(report.done, report.problem) for report in reports] == [(True, "")] * len(reports)
+    return reports
 
 
 def complete(builder: PlanBuilder, *, num_tokens: int = 4, slot: int = 2) -> list[torch.Tensor]:
@@ -153,8 +170,7 @@ def test_what_was_cached_before_experts_moved_stays_right(
         tokens.append(outcome.sampled[0].token)
         blocks = builder.sequences[0].blocks[: builder.sequences[0].computed // group.block_size]
         builder.release(0)
-        reports = order(builder, place(plan := another(group, seed=seed)))
-        assert [(report.done, report.problem) for report in reports] == [(True, "")] * len(reports)
+        reports = move(group, builder, plan := another(group, seed=seed))
         assert held(group) == planned(plan)
         assert [report.weight_bytes for report in reports] == [report.weight_bytes for report in group.reports]
         assert [bool(report.kv_bytes) for report in reports] == [bool(r.kv_bytes_per_token) for r in group.reports]
@@ -164,7 +180,7 @@ def test_moved_experts_compute_the_same_bits_as_loaded_ones(checkpoint: TinyChec
     group = RankGroup(checkpoint.directory, FOUR_RANKS)
     builder = PlanBuilder(group)
     complete(builder)
-    order(builder, place(plan := another(group)))
+    move(group, builder, plan := another(group))
     moved = complete(builder)
     fresh = RankGroup(checkpoint.directory, FOUR_RANKS)
     load(fresh, plan)
@@ -176,7 +192,7 @@ def test_moved_experts_compute_the_same_bits_as_loaded_ones(checkpoint: TinyChec
 def test_experts_that_moved_come_back_from_sleep(checkpoint: TinyCheckpoint, level: int, num_gpu_ranks: int) -> None:
     group = RankGroup(checkpoint.directory, TWO_RANKS, num_gpu_ranks=num_gpu_ranks)
     builder = PlanBuilder(group)
-    order(builder, place(plan := another(group)))
+    move(group, builder, plan := another(group))
     before = complete(builder)
     order(builder, Command(sleep=ranks_pb2.SleepCommand(level=level)))
     cache = ranks_pb2.AllocateCache(num_blocks=group.num_blocks, block_size=group.block_size)
@@ -189,7 +205,7 @@ def test_experts_that_moved_come_back_from_sleep(checkpoint: TinyCheckpoint, lev
 def test_the_next_epoch_keeps_experts_that_moved(checkpoint: TinyCheckpoint) -> None:
     group = RankGroup(checkpoint.directory, TWO_RANKS)
     builder = PlanBuilder(group)
-    order(builder, place(plan := another(group)))
+    move(group, builder, plan := another(group))
     before = complete(builder)
     load(group, plan)
     assert [report.load_s for report in group.reports] == [0, 0]
@@ -239,7 +255,7 @@ def test_counts_are_the_reference_s(checkpoint: TinyCheckpoint, chunk: int | Non
 def test_a_rank_counts_only_experts_that_it_holds(checkpoint: TinyCheckpoint) -> None:
     group = RankGroup(checkpoint.directory, TWO_RANKS)
     builder = PlanBuilder(group)
-    order(builder, place(plan := another(group)))
+    move(group, builder, plan := another(group))
     complete(builder)
     for own, numbers in zip(counted(builder), planned(plan), strict=True):
         assert all(number in numbers[layer] for layer in own for number, n in enumerate(own[layer]) if n)
@@ -255,7 +271,7 @@ def test_a_rank_that_holds_nothing_takes_part(checkpoint: TinyCheckpoint) -> Non
     group = RankGroup(checkpoint.directory, idle)
     builder = PlanBuilder(group)
     plan = another(group)
-    assert all(report.done for report in order(builder, place(plan)))
+    move(group, builder, plan)
     assert held(group) == planned(plan)
     complete(builder)
     assert [bool(own) for own in counted(builder)] == [True, False, True]
@@ -266,25 +282,6 @@ def assert_unchanged(builder: PlanBuilder, group: RankGroup, before: Sequence[to
     assert all(map(torch.equal, before, complete(builder)))
 
 
-def test_want_of_room_on_one_rank_leaves_all_as_they_were(checkpoint: TinyCheckpoint) -> None:
-    group = RankGroup(checkpoint.directory, TWO_RANKS)
-    builder = PlanBuilder(group)
-    before = complete(builder)
-    runner: Any = group.runners[1]
-    state = runner._model_state
-    assert state._request is not None
-    room = 384 * 1024**2 + state.weight_bytes + state.kv_bytes
-    state._request = replace(state._request, memory_bytes=room)
-    reports = order(builder, place(another(group)))
-    assert [report.done for report in reports] == [False, False]
-    assert reports[0].problem == ""
-    assert "beside those that they replace" in reports[1].problem
-    assert "- 384 MiB runtime -" in reports[1].problem
-    assert_unchanged(builder, group, before)
-    state._request = replace(state._request, memory_bytes=2 * room)
-    assert all(report.done for report in order(builder, place(another(group))))
-
-
 def test_files_that_are_gone_leave_all_as_they_were(checkpoint: TinyCheckpoint) -> None:
     group = RankGroup(checkpoint.directory, TWO_RANKS)
     builder = PlanBuilder(group)
@@ -292,12 +289,12 @@ def test_files_that_are_gone_leave_all_as_they_were(checkpoint: TinyCheckpoint) 
     weights = checkpoint.directory / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[:4000])
-    reports = order(builder, place(another(group)))
-    assert not any(report.done for report in reports)
-    assert all("damaged or truncated" in report.problem for report in reports)
+    plan = with_a_pair_swapped(group.plan, group.requests[0].config.expert_layers[0], 0, 4)
+    reports = until_refused(builder, plan)
+    assert any("damaged or truncated" in report.problem for report in reports)
     assert_unchanged(builder, group, before)
     weights.write_bytes(content)
-    assert all(report.done for report in order(builder, place(another(group))))
+    move(group, builder, plan)
 
 
 def test_a_plan_that_moves_nothing_reads_nothing(checkpoint: TinyCheckpoint) -> None:
@@ -307,7 +304,8 @@ def test_a_plan_that_moves_nothing_reads_nothing(checkpoint: TinyCheckpoint) -> 
     (checkpoint.directory / "model.safetensors").write_bytes(b"")
     orders = [(1, 0, 5, 4, 3, 2) if i in group.requests[0].config.expert_layers else () for i in range(3)]
     same = replace(group.plan, expert_orders=tuple(orders))
-    assert [report.problem for report in order(builder, place(same))] == ["", ""]
+    assert until_read(builder, same) == 1
+    assert [report.read_bytes for report in order(builder, place(same))] == [0, 0]
     assert held(group) == planned(group.plan)
 
 
@@ -328,7 +326,7 @@ def test_a_plan_that_cannot_be_is_refused(checkpoint: TinyCheckpoint, case: str)
     builder = PlanBuilder(group)
     before = complete(builder)
     plan, words = refused_plans(group)[case]
-    for report in order(builder, place(plan)):
+    for report in order(builder, place(plan, ahead=True)):
         assert not report.done
         assert words in report.problem
     assert_unchanged(builder, group, before)
@@ -339,7 +337,7 @@ def test_asleep_experts_do_not_move(checkpoint: TinyCheckpoint, level: int) -> N
     group = RankGroup(checkpoint.directory, TWO_RANKS)
     builder = PlanBuilder(group)
     order(builder, Command(sleep=ranks_pb2.SleepCommand(level=level)))
-    for report in order(builder, place(another(group))):
+    for report in order(builder, place(another(group), ahead=True)):
         assert not report.done
         assert "asleep (weights, KV cache)" in report.problem
 
@@ -387,6 +385,26 @@ def until_read(builder: PlanBuilder, plan: ShardPlan) -> int:
     raise AssertionError
 
 
+def until_refused(builder: PlanBuilder, plan: ShardPlan) -> list[ranks_pb2.CommandReport]:
+    """Ask until not all ranks can read; their reports."""
+    deadline_s = time.monotonic() + 60
+    reports = order(builder, place(plan, ahead=True))
+    while all(report.done for report in reports):
+        assert any(report.is_reading for report in reports)
+        assert time.monotonic() < deadline_s
+        reports = order(builder, place(plan, ahead=True))
+    assert not any(report.done for report in reports)
+    return reports
+
+
+def test_what_was_not_read_is_not_gone_over_to(checkpoint: TinyCheckpoint) -> None:
+    group = RankGroup(checkpoint.directory, TWO_RANKS)
+    for report in order(PlanBuilder(group), place(another(group))):
+        assert not report.done
+        assert "its experts were not read; order it with ahead first" in report.problem
+    assert held(group) == planned(group.plan)
+
+
 @pytest.mark.parametrize("num_gpu_ranks", [0, 1])
 def test_steps_go_on_while_experts_are_read(checkpoint: TinyCheckpoint, num_gpu_ranks: int) -> None:
     group, files = gated(checkpoint, MIXED, num_gpu_ranks=num_gpu_ranks)
@@ -405,7 +423,9 @@ def test_steps_go_on_while_experts_are_read(checkpoint: TinyCheckpoint, num_gpu_
     files.may_read.set()
     until_read(builder, plan)
     files.may_read.clear()
-    assert [report.done for report in order(builder, place(plan))] == [True, True], "nothing is read any more"
+    reports = order(builder, place(plan))
+    assert [report.done for report in reports] == [True, True], "nothing is read any more"
+    assert all(report.read_bytes > 0 for report in reports)
     assert held(group) == planned(plan)
     files.may_read.set()
     moved, loaded = complete(builder), RankGroup(checkpoint.directory, MIXED, num_gpu_ranks=num_gpu_ranks)
@@ -433,12 +453,8 @@ def test_experts_that_cannot_be_read_stay_where_they_are(checkpoint: TinyCheckpo
     group.start()  # with the weights that are there
     builder = PlanBuilder(group)
     plan = with_a_pair_swapped(group.plan, group.requests[0].config.expert_layers[0], 0, 4)
-    reports = order(builder, place(plan, ahead=True))
-    deadline_s = time.monotonic() + 60
-    while all(report.done for report in reports) and time.monotonic() < deadline_s:
-        reports = order(builder, place(plan, ahead=True))
+    reports = until_refused(builder, plan)
     assert all("is gone" in report.problem or not report.problem for report in reports)
-    assert not any(report.done for report in reports)
     assert held(group) == planned(group.plan)
     complete(builder)
 
@@ -469,4 +485,4 @@ def test_eight_streams_go_on_through_swaps(checkpoint: TinyCheckpoint) -> None:
             pauses_s.append(time.perf_counter() - began_s)
     assert held(swapping) == planned(plan) != planned(still.plan)
     assert len(parted) <= 1
-    assert min(pauses_s) <= 0.005
+    assert statistics.median(pauses_s) <= 0.005

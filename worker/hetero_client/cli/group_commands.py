@@ -234,7 +234,7 @@ def place_experts(
     group: options.GroupOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Move experts of an idle group to the ranks that compute them fastest, by how often tokens chose them.
+    """Move experts to the ranks that compute them fastest, by how often tokens chose them. Requests run on.
 
     \b
     hetero place-experts

@@ -1,6 +1,6 @@
 """AdminRpcs: calls by which an administrator steers a group, beside serving.
 
-Each call becomes a command to all ranks, sent between two steps, which either the whole group carries out or nobody.
+Each call becomes commands to all ranks, sent between two steps, which either the whole group carries out or nobody.
 What always holds:
 
 - One call at a time; a second one is refused, not queued. Only Drain may come at any time.
@@ -18,7 +18,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -30,7 +31,8 @@ from hetero_gateway.group.adapters.registry import Adapter
 from hetero_gateway.group.cache_size import asked_cache
 from hetero_gateway.group.epoch import Epoch
 from hetero_gateway.group.errors import CommandFailed, InvalidCommand, WrongState
-from hetero_gateway.group.experts import ExpertMover
+from hetero_gateway.group.executor import CommandAnswer
+from hetero_gateway.group.experts import ExpertMover, ExpertSwap
 from hetero_gateway.group.rendezvous import Group
 from hetero_gateway.group.settings import GroupSettings
 
@@ -68,11 +70,11 @@ class AdminRpcs:
         *,
         core: EngineCore,
         settings: GroupSettings,
-        on_experts_moved: Callable[[int], None] = lambda _: None,
+        observe_swap: Callable[[ExpertSwap], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._group = group
-        self._experts = ExpertMover(group.placement, core=core, on_moved=on_experts_moved)
+        self._experts = ExpertMover(group.placement, observe=observe_swap)
         self._core = core
         self._settings = settings
         self._clock = clock
@@ -139,21 +141,21 @@ class AdminRpcs:
         epoch = self._require("Profile", GroupState.READY)
         return await self._run("Profile", self._profile(epoch, request))
 
-    async def place_experts(self) -> admin_pb2.PlaceExpertsResponse:
-        """Move experts to the ranks that are fastest with them. Needs READY and idle, and a model that has experts."""
+    async def place_experts(self, most_swaps: int | None = None) -> admin_pb2.PlaceExpertsResponse:
+        """Move experts to the ranks that are fastest with them, so many pairs at most, while requests run or not.
+
+        Needs READY, a model of experts, and no engine.batchInvariant.
+        """
         epoch = self._require("PlaceExperts", GroupState.READY)
         if self._settings.config.experts is None:
             raise WrongState("PlaceExperts needs a model of experts; this one has none: there is nothing to place")
-        self._require_idle("PlaceExperts")
-        work = self._experts.place(
-            lambda command: self._command(epoch, command), require_idle=lambda: self._require_idle("PlaceExperts")
-        )
+        if self._settings.spec.engine.batch_invariant:
+            raise WrongState(
+                "PlaceExperts would add the sums of experts up in another order, which engine.batchInvariant rules "
+                "out; set it to false first"
+            )
+        work = self._experts.place(lambda command: self._command_in_turn(epoch, command), most_swaps=most_swaps)
         return await self._run("PlaceExperts", work)
-
-    async def swap_experts(self) -> int:
-        """Exchange pairs of experts while requests run; return how many experts changed ranks. Needs READY."""
-        epoch = self._require("SwapExperts", GroupState.READY)
-        return await self._run("SwapExperts", self._experts.swap(lambda command: self._command(epoch, command)))
 
     async def update_weights(self) -> admin_pb2.UpdateWeightsResponse:
         """Read the model's files again in place of the weights that serve. Needs READY and idle."""
@@ -356,13 +358,13 @@ class AdminRpcs:
 
     async def _command(self, epoch: Epoch, command: ranks_pb2.GroupCommand) -> list[ranks_pb2.CommandReport]:
         """Have every rank carry out a command, inside a hold. When this returns, all have and the epoch is live."""
-        _check_live(epoch)
-        try:
-            reports = await epoch.command(command)
-        except CommandFailed as error:
-            raise CommandFailed(f"the group is as it was; a rank could not do it: {error}") from error
-        _check_live(epoch)
-        return reports
+        with _carried_out_in(epoch):
+            return await epoch.command(command)
+
+    async def _command_in_turn(self, epoch: Epoch, command: ranks_pb2.GroupCommand) -> CommandAnswer:
+        """As `_command`, while steps go on."""
+        with _carried_out_in(epoch):
+            return await epoch.command_in_turn(command)
 
     # --- one at a time, in the right state --------------------------------------------------------------
 
@@ -413,6 +415,17 @@ class AdminRpcs:
                 f"{call} needs a group without requests; {stats.running_requests} run and {stats.waiting_requests} "
                 "wait: try again when they have ended, or abort them"
             )
+
+
+@contextmanager
+def _carried_out_in(epoch: Epoch) -> Iterator[None]:
+    """Surround a command. Raises GroupLost unless the epoch is live before and after, and CommandFailed."""
+    _check_live(epoch)
+    try:
+        yield
+    except CommandFailed as error:
+        raise CommandFailed(f"the group is as it was; a rank could not do it: {error}") from error
+    _check_live(epoch)
 
 
 def _check_live(epoch: Epoch) -> None:

@@ -24,7 +24,7 @@ from hetero_gateway.engine.errors import GroupLost
 from hetero_gateway.group.adapters.registry import AdapterRegistry
 from hetero_gateway.group.cache_size import first_cache
 from hetero_gateway.group.errors import CacheSizeError, CommandFailed, EpochEnded, RankMisbehaved
-from hetero_gateway.group.executor import GroupExecutor
+from hetero_gateway.group.executor import CommandAnswer, GroupExecutor
 from hetero_gateway.group.orders import built_exchange, form_orders, load_order
 from hetero_gateway.group.placement import GroupPlacement, PlacedRanks, Placement
 from hetero_gateway.group.recovery import BUSY_SILENCE_S, SERVING_SILENCE_S, HeartbeatWatch
@@ -167,7 +167,16 @@ class Epoch:
         The engine must be held. Raises CommandFailed when no rank did it, GroupLost when the epoch ended.
         """
         with self._tolerating_silence():
-            reports = await self._executor.command(command)
+            return self._agreed(await self._executor.command(command))
+
+    async def command_in_turn(self, command: ranks_pb2.GroupCommand) -> CommandAnswer:
+        """As `command`, while steps go on: it takes its turn behind those that are out."""
+        answer = await self._executor.command_in_turn(command)
+        self._agreed(answer.reports)
+        return answer
+
+    def _agreed(self, reports: list[ranks_pb2.CommandReport]) -> list[ranks_pb2.CommandReport]:
+        """Return the reports if all ranks did it; raise as `command` does if not."""
         if all(report.done for report in reports):
             return reports
         problems = "; ".join(

@@ -1,12 +1,13 @@
 """GroupExecutor: sends StepPlans and commands to every rank of one epoch, and takes their answers.
 
 Ranks see one rising sequence of step ids; `StepsInFlight` assigns them and is the only record of the steps that are
-out. Ranks work steps off in order, so results come in order too, from rank 0. A command goes out alone, and every rank
-answers it. Plans that are submitted in one turn of the loop travel together, and so may results; each result says what
-it would say alone.
+out. Ranks work steps off in order, so results come in order too, from rank 0. Every rank answers a command. It goes out
+alone, or takes its turn among steps (`command_in_turn`): ranks carry it out behind the steps that are out, and begin
+the next step then. Plans that are submitted in one turn of the loop travel together, and so may results; each result
+says what it would say alone.
 
-A step's time counts from when it became the oldest one out, i.e. from when the ranks could begin with it. A step that
-exceeds its time ends the epoch, through `on_late`. One asyncio loop.
+A step's time counts from when it became the oldest one out, i.e. from when the ranks could begin with it, and so does
+a command's. A step that exceeds its time ends the epoch, through `on_late`. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.errors import EngineFault, GroupLost
@@ -24,12 +26,25 @@ from hetero_gateway.group.errors import RankMisbehaved
 from hetero_gateway.group.roster import RankLink, broadcast
 
 
+class CommandAnswer(NamedTuple):
+    """Every rank's report on a command, in rank order."""
+
+    reports: list[ranks_pb2.CommandReport]
+    seconds: float
+    """Time from when the ranks could begin with it to the last report."""
+
+
 @dataclass(slots=True)
 class _Command:
-    """A command that is out, and the reports that have come."""
+    """A command that is out, and the reports that have come.
+
+    `began_s` is when it was sent, or when the step before it was answered if that came later.
+    """
 
     step_id: int
-    future: asyncio.Future[list[ranks_pb2.CommandReport]]
+    in_turn: bool
+    began_s: float
+    future: asyncio.Future[CommandAnswer]
     reports: dict[int, ranks_pb2.CommandReport] = field(default_factory=dict)
 
 
@@ -60,6 +75,9 @@ class GroupExecutor:
         self._observe_step = observe_step
         self._on_late = on_late
         self._command: _Command | None = None
+        self._masks_sent = asyncio.Event()
+        """Set while no step owes masks."""
+        self._masks_sent.set()
         self._timer: asyncio.TimerHandle | None = None
         self._lost: str | None = None
         self._leaving: ranks_pb2.GatewayMessage | None = None
@@ -68,9 +86,11 @@ class GroupExecutor:
     # --- out --------------------------------------------------------------------------------------------
 
     def _send_step(self, step: StepInFlight) -> None:
-        if self._command is not None:
+        if self._command is not None and not self._command.in_turn:
             raise EngineFault("a step goes out while a command does")
         self._send(step.step.plan)
+        if step.owes_masks:
+            self._masks_sent.clear()
         if self._timer is None:
             self._arm_timer(self._step_timeout_s)
 
@@ -78,6 +98,7 @@ class GroupExecutor:
         token_masks = ranks_pb2.TokenMasks(step_id=step.step_id, masks=step.masks)
         self._send_leaving()
         broadcast(self._links, ranks_pb2.GatewayMessage(epoch=self._epoch, token_masks=token_masks))
+        self._masks_sent.set()
 
     async def compute(self, plan: ranks_pb2.StepPlan, masks: Sequence[bytes] = ()) -> ranks_pb2.StepResult:
         """Send a plan that belongs to no request, alone, and return its result; `masks` are those of its masked slots.
@@ -100,12 +121,28 @@ class GroupExecutor:
 
         Nothing may be out. A caller that gives up waiting does not stop the command.
         """
+        if self.in_flight and self._lost is None:
+            raise EngineFault("a command goes out while something else is")
+        return (await self._send_command(command, in_turn=False)).reports
+
+    async def command_in_turn(self, command: ranks_pb2.GroupCommand) -> CommandAnswer:
+        """As `command`, behind the steps that are out; later steps go out behind it, and need not wait.
+
+        The command must leave slots and cache as they are.
+        """
+        # A rank that waits for the masks of a step takes nothing else.
+        while not self._masks_sent.is_set():
+            await self._masks_sent.wait()
+        return await self._send_command(command, in_turn=True)
+
+    async def _send_command(self, command: ranks_pb2.GroupCommand, *, in_turn: bool) -> CommandAnswer:
         if self._lost is not None:
             raise GroupLost(self._lost)
-        if self.in_flight or self._command is not None:
-            raise EngineFault("a command goes out while something else is")
+        if self._command is not None:
+            raise EngineFault("a command goes out while another is")
         plan = ranks_pb2.StepPlan(step_id=self.in_flight.next_step_id(), command=command)
-        sent = self._command = _Command(plan.step_id, asyncio.get_running_loop().create_future())
+        answered: asyncio.Future[CommandAnswer] = asyncio.get_running_loop().create_future()
+        sent = self._command = _Command(plan.step_id, in_turn, time.monotonic(), answered)
         self._send(plan)
         late = asyncio.get_running_loop().call_later(self._command_timeout_s, self._on_late_command, sent)
         try:
@@ -155,6 +192,8 @@ class GroupExecutor:
             raise RankMisbehaved(f"rank 0 answered step {result.step_id} before its masks were sent")
         self.num_steps += 1
         self._observe_step(self.in_flight.answer(result, at=ended_s).seconds)
+        if self._command is not None and step.step_id < self._command.step_id:
+            self._command.began_s = ended_s
 
     def _take_report(self, command: _Command, rank: int, result: ranks_pb2.StepResult) -> None:
         if not result.HasField("command_report"):
@@ -162,7 +201,11 @@ class GroupExecutor:
         command.reports[rank] = result.command_report
         if len(command.reports) == len(self._links):
             self._command = None
-            command.future.set_result([command.reports[rank] for rank in range(len(self._links))])
+            now, following = time.monotonic(), self.in_flight.awaited
+            if following is not None:
+                following.began_s = max(following.began_s, now)
+            reports = [command.reports[rank] for rank in range(len(self._links))]
+            command.future.set_result(CommandAnswer(reports, now - command.began_s))
 
     def lose(self, reason: str) -> None:
         """End the epoch: what is out, and what comes later, raises GroupLost. Only the first reason counts."""
@@ -171,6 +214,7 @@ class GroupExecutor:
         self._lost = reason
         if self._timer is not None:
             self._timer.cancel()
+        self._masks_sent.set()
         if self._command is not None:
             self._command.future.set_exception(GroupLost(reason))
             self._command.future.exception()  # nobody has to look at it

@@ -233,7 +233,7 @@ class Group:
             self._eviction = None
 
     def enter(self, state: GroupState) -> None:
-        """Go to a state. A group that drains only goes on to CLOSED; an epoch that is over cannot say that it serves."""
+        """Go to a state. A draining group only goes on to CLOSED; one whose epoch is over cannot say that it serves."""
         if self.state is GroupState.DRAINING and state is not GroupState.CLOSED:
             return  # the epoch may go on, and end
         if state in _SERVING and self.current is None:

@@ -112,11 +112,11 @@ class Gateway:
             model.group_settings, core=self.core, on_state=self._on_state, observe_step=self.metrics.step.observe
         )
         self._rpcs = AdminRpcs(
-            self.group, core=self.core, settings=model.group_settings, on_experts_moved=self.metrics.count_moved_experts
+            self.group, core=self.core, settings=model.group_settings, observe_swap=self.metrics.observe_swap
         )
         self._rebalancer: ExpertRebalancer | None = None
         if wants_rebalancing(model.group_settings):
-            self._rebalancer = ExpertRebalancer(self._rpcs.place_experts, self._rpcs.swap_experts, core=self.core)
+            self._rebalancer = ExpertRebalancer(self._rpcs.place_experts, core=self.core)
         self._sleeper: IdleSleeper | None = None
         idle = model.group_settings.spec.idle
         if idle.sleep_after_seconds is not None:

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from hetero_api.metrics import GatewayMetric, exposition
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.telemetry.latencies import Latencies
+from hetero_gateway.group.experts import ExpertSwap
 from hetero_gateway.server.health import LoopReader
 
 _SCRAPE_TIMEOUT_S: Final = 5.0
@@ -43,14 +44,18 @@ class GatewayMetrics:
         self.requests = GatewayMetric.REQUESTS.value.new_counter(registry)
         self.http_calls = GatewayMetric.HTTP_CALLS.value.new_counter(registry)
         self.step = GatewayMetric.STEP_TIME.value.new_histogram(registry)
-        self._rebalances = GatewayMetric.REBALANCES.value.new_counter(registry)
-        self._moved_experts = GatewayMetric.MOVED_EXPERTS.value.new_counter(registry)
+        self._expert_swaps = GatewayMetric.EXPERT_SWAPS.value.new_counter(registry)
+        self._expert_bytes = GatewayMetric.EXPERT_BYTES.value.new_counter(registry)
+        self._expert_pause = GatewayMetric.EXPERT_PAUSE.value.new_gauge(registry)
+        self._longest_pause_s = 0.0
         self._scraping = asyncio.Lock()
 
-    def count_moved_experts(self, number: int) -> None:
-        """Count one move of `number` experts."""
-        self._rebalances.inc()
-        self._moved_experts.inc(number)
+    def observe_swap(self, swap: ExpertSwap) -> None:
+        """Count two experts that changed places."""
+        self._expert_swaps.inc()
+        self._expert_bytes.inc(swap.read_bytes)
+        self._longest_pause_s = max(self._longest_pause_s, swap.pause_s)
+        self._expert_pause.set(self._longest_pause_s)
 
     async def scrape(self) -> bytes:
         """Return a scrape; one is made at a time."""

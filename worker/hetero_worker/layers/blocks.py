@@ -305,7 +305,7 @@ class GatedMlp:
 
     def of_normed(self, normed: torch.Tensor) -> torch.Tensor:
         """Return the partial sum [tokens, hidden] of normed hidden states [tokens, hidden]."""
-        result = self._down(self._ops.gated(self._gate_up(normed), self._activation))
+        result = self._down(self._gate_up.gated(normed, self._activation, self._ops))
         return result if self._factor is None else self._ops.opened(result, self._factor(normed))
 
 

@@ -20,12 +20,13 @@ from typing import NamedTuple
 import torch
 
 from hetero_api.model_config import ModelConfig
-from hetero_api.model_parts import DeltaShape, ExpertsConfig, LatentShape, RowOrder
+from hetero_api.model_parts import Activation, DeltaShape, ExpertsConfig, LatentShape, RowOrder
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import COLUMN_UNIT, FLOAT_WEIGHTS, StoredWeights, WeightFormat
 from hetero_worker.adapters.low_rank import AdapterRows, LowRank
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import Stack, StackEntry, TensorSlice
+from hetero_worker.layers.fused_ops import FusedOps
 from hetero_worker.layers.linear_kernels import LinearKernel, PackedMlp, PackedWeight, kept_format, matrix_bytes
 from hetero_worker.layers.packing import floats_dtype, pack_in_place, pack_quantized, read_floats
 from hetero_worker.memory.streams import HOST
@@ -147,6 +148,12 @@ class ShardedLinear:
         if self._low_rank is not None:
             self._low_rank.add(x, y)
         return y
+
+    def gated(self, x: torch.Tensor, activation: Activation, ops: FusedOps) -> torch.Tensor:
+        """Return activation(gate) · up, new [rows, out / 2], of the layer's outputs [gate | up] for x [rows, in]."""
+        if self._low_rank is not None:
+            return ops.gated(self(x), activation)
+        return self._packed.gated(x, self._bias, activation, ops)
 
 
 def _runs(

@@ -20,6 +20,7 @@ from hetero_api.model_parts import Activation, ExpertsConfig
 from hetero_api.weight_format import COLUMN_UNIT, WeightFormat
 from hetero_worker.adapters.low_rank import AdapterRows, LowRank, PackedLowRank
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
+from hetero_worker.layers.fused_ops import FusedOps
 
 FLOAT_TYPES: Final[Mapping[str, torch.dtype]] = {
     "float32": torch.float32,
@@ -48,6 +49,12 @@ class PackedWeight(ABC):
     @abstractmethod
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
         """Return x · Wᵀ + b, contiguous [rows, out], of x [rows, in]."""
+
+    def gated(
+        self, x: torch.Tensor, bias: torch.Tensor | None, /, activation: Activation, ops: FusedOps
+    ) -> torch.Tensor:
+        """Return activation(gate) · up, new [rows, out / 2], of [gate | up] = x · Wᵀ + b and x [rows, in]."""
+        return ops.gated(self(x, bias), activation)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return x · Wᵀ, float32 [rows, out], of x [rows, in]. A kernel may omit the rounding to its inputs' type."""

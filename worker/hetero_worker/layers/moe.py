@@ -301,7 +301,7 @@ class Expert:
 
     def __call__(self, normed: torch.Tensor) -> torch.Tensor:
         """Return [rows, hidden] of normed rows [rows, hidden]."""
-        return self._down(self._ops.gated(self._gate_up(normed), self._activation))
+        return self._down(self._gate_up.gated(normed, self._activation, self._ops))
 
 
 class _Assignment(NamedTuple):

@@ -21,6 +21,7 @@ from hetero_api.weight_format import WeightFormat
 from hetero_worker.adapters.low_rank import AdapterRows, LowRank
 from hetero_worker.adapters.native_low_rank import NativeLowRank
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
+from hetero_worker.layers.fused_ops import FusedOps
 from hetero_worker.layers.linear_kernels import (
     LateSum,
     LinearKernel,
@@ -40,6 +41,7 @@ from hetero_worker.native.compute_library import (
     embed_op,
     experts_op,
     ffi,
+    gated_op,
     heads_op,
     linear_op,
     pack_op,
@@ -253,6 +255,11 @@ def _fill(entry: Any, mlp: PackedMlp) -> None:
     entry.down, entry.columns = down.address, down.shape[1]
 
 
+def _with_rows_together(x: torch.Tensor) -> torch.Tensor:
+    """Return x, or a copy if the elements of its rows lie apart."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
 def _native(weight: PackedWeight) -> NativeWeight:
     if not isinstance(weight, NativeWeight):
         raise TypeError(f"native experts are made of native weights, not of {type(weight).__name__}")
@@ -313,18 +320,41 @@ class NativeWeight(PackedWeight):
         """Return x · Wᵀ as it was summed: [rows, in] of the arithmetic type → float32 [rows, out]."""
         return self._multiply(x, None, torch.float32)
 
+    def gated(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        /,
+        activation: Activation,
+        ops: FusedOps,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """See `PackedWeight.gated`: one operation, whatever `ops`."""
+        x = _with_rows_together(x)
+        product, gate_up = self._product(x, bias, self._dtype)
+        rows, columns = len(x), self.shape[0] // 2
+        y = self._op_queue.empty(rows, columns, dtype=self._dtype)
+        given = (FORMATS[self._dtype], ACTIVATIONS[activation], columns, gate_up.data_ptr(), y.data_ptr())
+        op = gated_op(rows, *given, SWIGLU_ALPHA, SWIGLU_LIMIT)
+        op.product = address_of(product)
+        self._op_queue.submit(op, product, self, bias)
+        return y
+
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, y_type: torch.dtype) -> torch.Tensor:
+        x = _with_rows_together(x)
+        op, y = self._product(x, bias, y_type)
+        self._op_queue.submit(op, self, bias)
+        return y
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None, y_type: torch.dtype) -> tuple[Any, torch.Tensor]:
+        """Return an operation that computes x · Wᵀ + bias, and what it writes."""
         if not x.dtype == (self._dtype if bias is None else bias.dtype) == self._dtype:
             raise ValueError(f"this weight is multiplied with {self._dtype}, not with {x.dtype}")
-        if x.stride(1) != 1:
-            x = x.contiguous()
         (rows, _), (width, _) = x.shape, self.shape
         y = self._op_queue.empty(rows, width, dtype=y_type)
         given = (FORMATS[x.dtype], FORMATS[y_type], x.data_ptr(), x.stride(0), _address(bias))
         op = linear_op(rows, self.address, *given, y.data_ptr(), width)
         op.scratch = self._op_queue.scratch(op)
-        self._op_queue.submit(op, self, bias)
-        return y
+        return op, y
 
     def embed(self, ids: torch.Tensor, *, first: int = 0, scale: float = 1.0) -> torch.Tensor:
         """Return rows `ids - first`, times `scale`, for int64 [n] ids: [n, in]; zeros where no such row exists."""

@@ -53,7 +53,9 @@ _X86_TILES: Final = {
 _ONCE: Final = ("attend_scratch.c", "barrier.c", "library.c", "pack.c", "supports.c", "team.c")
 """Files of the compute library that are compiled without an instruction set's flags; the others are its kernels."""
 _TILES_ONLY: Final = ("attend_tiles.c", "linear_int_tiles.c", "linear_tiles.c")
-_TILES: Final = (*_TILES_ONLY, "attend.c", "attend_span.c", "experts.c", "latent.c", "linear.c", "table.c")
+_TILES: Final = (
+    *_TILES_ONLY, "attend.c", "attend_span.c", "experts.c", "gated.c", "latent.c", "linear.c", "table.c",
+)  # fmt: skip
 """Kernels that multiply with tiles, or call one that does."""
 _ROUNDED: Final = ("route.c",)
 """Kernels whose products are rounded before they are added: all machines and devices get the same numbers."""

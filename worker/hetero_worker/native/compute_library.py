@@ -21,7 +21,9 @@ from hetero_api.model_parts import Activation
 from hetero_worker.native.build import COMPUTE_HEADER, COMPUTE_LIBRARY, compute_sources
 from hetero_worker.native.loading import Loaded, declare, open_checked
 
-_ADDRESSED: Final = ("void", "float", "int32_t", "int64_t", "uint64_t", "hc_op", "hc_weight", "hc_expert", "hc_factors")
+_ADDRESSED: Final = (
+    "void", "float", "int32_t", "int64_t", "uint64_t", "hc_op", "hc_weight", "hc_expert", "hc_factors", "hc_linear_op",
+)  # fmt: skip
 ffi: Final = declare(COMPUTE_HEADER, addressed=_ADDRESSED)
 _KINDS: Final[Mapping[str, int]] = ffi.typeof("enum hc_kind").relements
 _FORMATS: Final[Mapping[str, int]] = ffi.typeof("enum hc_format").relements

@@ -275,7 +275,7 @@ class WorkerStateMachine:
 
     def _limit_s(self, message: ranks_pb2.GatewayMessage) -> float:
         command = message.step_plan.command
-        if command.wake.weights or command.HasField("place_experts") or message.HasField("load_model"):
+        if command.wake.weights or message.HasField("load_model"):
             return LOAD_LIMIT_S
         return _limit_within(message.form_group) if message.HasField("form_group") else self._usual_limit_s
 

@@ -45,7 +45,7 @@ from hetero_worker.memory.weight_offload import OffloadedWeights
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.models.decoder_layer import adapter_targets
 from hetero_worker.runners.base import LoadRequest
-from hetero_worker.runners.experts import ReadingAhead, read_ahead, read_experts, take_counts
+from hetero_worker.runners.experts import ReadingAhead, take_counts
 from hetero_worker.runners.model_state import ModelState, ServingCache, SleepingWeights, check_order, make_cache
 from hetero_worker.runners.profile_run import checksum
 from hetero_worker.runners.shard import LoadedShard, empty_decoder, load_shard
@@ -67,6 +67,7 @@ class _Outcome:
     trace: bytes = b""
     expert_counts: Sequence[ranks_pb2.ExpertCounts] = field(default=())
     is_reading: bool = False
+    read_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,7 @@ class GroupCommands:
             profile_trace=outcome.trace,
             expert_counts=outcome.expert_counts,
             is_reading=outcome.is_reading,
+            read_bytes=outcome.read_bytes,
         )
 
     def _attempt(self, command: ranks_pb2.GroupCommand, attempt: Callable[[], None]) -> str:
@@ -166,7 +168,7 @@ class GroupCommands:
                 return self._prepare_count()
             case "place_experts":
                 plan = ShardPlan.from_proto(command.place_experts.shard_plan)
-                return self._prepare_reading(plan) if command.place_experts.ahead else self._prepare_experts(plan)
+                return self._prepare_experts(plan, ahead=command.place_experts.ahead)
             case "update_weights":
                 return self._prepare_update()
             case "load_adapter":
@@ -391,44 +393,28 @@ class GroupCommands:
         shard, _, _ = self._model_state.loaded("count_experts")
         return _Prepared(lambda: _Outcome(expert_counts=take_counts(shard.decoder)))
 
-    def _prepare_reading(self, plan: ShardPlan) -> _Prepared:
-        shard, request = self._shard_of_experts()
-        if self._ahead is not None and self._ahead.serves(plan, shard.decoder):
-            if self._ahead.is_reading:
-                return _Prepared(lambda: _Outcome(is_reading=True))
-            ahead, self._ahead = self._ahead, None
-            ahead.take()  # raises what reading raised, and is forgotten then
-            self._ahead = ahead
-            return _Prepared(_Outcome)
-        read = read_ahead(shard, request, plan)
-
-        def commit() -> _Outcome:
-            self._ahead = ReadingAhead(plan, shard.decoder, read)
-            return _Outcome(is_reading=True)
-
-        return _Prepared(commit)
-
-    def _prepare_experts(self, plan: ShardPlan) -> _Prepared:
-        shard, request = self._shard_of_experts()
-        if self._ahead is not None and self._ahead.serves(plan, shard.decoder):
-            experts = self._ahead.take()
-        else:
-            experts = read_experts(shard, request, plan, kv_bytes=self._model_state.kv_bytes)
-
-        def commit() -> _Outcome:
-            self._ahead = None
-            experts.hold_in(shard.decoder)
-            self._model_state.adopt(plan)
-            return _Outcome()
-
-        return _Prepared(commit)
-
-    def _shard_of_experts(self) -> tuple[LoadedShard, LoadRequest]:
-        """Return the weights and what they serve. Raises CommandRefused while the rank is asleep."""
+    def _prepare_experts(self, plan: ShardPlan, *, ahead: bool) -> _Prepared:
+        """Read a plan's experts ahead, or go over to those that were read. A rank that cannot has all forget them."""
         if parts := self._model_state.asleep_parts:
             raise CommandRefused(f"experts cannot be placed while the rank is asleep ({', '.join(parts)})")
         shard, request, _ = self._model_state.loaded("place_experts")
-        return shard, request
+        reading, self._ahead = self._ahead, None
+        if reading is None or not reading.serves(plan, shard.decoder):
+            if not ahead:
+                raise CommandRefused("place_experts.shard_plan: its experts were not read; order it with ahead first")
+            reading = ReadingAhead(shard, request, plan)
+        if not (ahead and reading.is_reading):
+            reading.require()
+        return _Prepared(lambda: self._keep_reading(reading) if ahead else self._go_over(reading))
+
+    def _keep_reading(self, reading: ReadingAhead) -> _Outcome:
+        self._ahead = reading
+        return _Outcome(is_reading=reading.is_reading)
+
+    def _go_over(self, read: ReadingAhead) -> _Outcome:
+        read.hold()
+        self._model_state.adopt(read.plan)
+        return _Outcome(read_bytes=read.read_bytes)
 
 
 def _vote_of(files: Mapping[str, bytes]) -> int:

@@ -39,6 +39,9 @@ from hetero_worker.sampling.base import HOST_SAMPLER, ShardSampler
 logger = logging.getLogger(__name__)
 
 
+_KEEPING_STEPS: Final = frozenset({"count_experts", "place_experts"})
+"""Commands after which ranks draw as before: recorded steps find experts where they lie."""
+
 MeasureWorkspace = Callable[[Decoder, LoadRequest, MemoryPool], int | None]
 """`profile_run.measure_workspace`, or a cache of its answers."""
 
@@ -253,8 +256,9 @@ class PlanRunner:
     ) -> StepInFlight:
         """Begin the step of a plan that was taken in, behind the step `before` if that is running."""
         if plan.HasField("command"):
-            # Nothing here may refer to the cache: a command may have to free its memory.
-            self._multi_steps.forget()
+            if plan.command.WhichOneof("action") not in _KEEPING_STEPS:
+                # Nothing here may refer to the cache: a command may have to free its memory.
+                self._multi_steps.forget()
             return FinishedStep(StepOutput(report=self._run_command(plan.command, exchange)))
         cache = self._model_state.cache
         if cache is None or not (plan.decode_slots or plan.spans):

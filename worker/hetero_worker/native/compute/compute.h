@@ -133,7 +133,8 @@ enum hc_activation { HC_SILU = 0, HC_GELU_TANH = 1, HC_GELU = 2, HC_CLAMPED_SWIG
 
 /* y = activation(gate) * up, of gate_up [rows, gate | up], or if `up` is given of gates [rows, columns] and it. Of
  * HC_CLAMPED_SWIGLU y = (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up between -limit and
- * limit. */
+ * limit. With `product`, gate_up is its y: this operation makes it first, or sums gates and ups where they stay in cache, and
+ * leaves gate_up as it was. */
 typedef struct {
     hc_op op;
     uint64_t type; /* of gate_up and y */
@@ -145,6 +146,7 @@ typedef struct {
     double limit;
     const void *up;     /* [rows, columns], or NULL */
     uint64_t up_stride; /* elements from one of its rows to the next */
+    const hc_linear_op *product; /* of the same rows and types, [2 * columns] outputs side by side; or NULL */
 } hc_gated_op;
 
 /* y[i] = sums of squares of row i's query heads and of its key heads, of qkv [rows, heads + 2 * kv_heads, head_dim], each

@@ -6,7 +6,7 @@
 #include "experts.h"
 #include "isa.h"
 
-extern hc_kernel HC_NAME(experts), HC_BASE_NAME(gated), HC_NAME(linear);
+extern hc_kernel HC_NAME(experts), HC_NAME(gated), HC_NAME(linear);
 
 #define LEAST_COST 8 /* rows that a panel takes as long for as to be read from memory */
 #define PIECE 64     /* columns that are one member's */
@@ -192,7 +192,7 @@ static void gate(const hc_round *round, hc_crew *crew, uint64_t member) {
     one.limit = op->limit;
     one.gate_up = at(round, round->room.gate_up);
     one.y = at(round, round->room.gated);
-    HC_BASE_NAME(gated)(&one.op, crew, member);
+    HC_NAME(gated)(&one.op, crew, member);
     if (!op->shared_columns)
         return;
     uint64_t before = choices * op->columns;
@@ -200,7 +200,7 @@ static void gate(const hc_round *round, hc_crew *crew, uint64_t member) {
     one.columns = op->shared_columns;
     one.gate_up = hc_at(one.gate_up, 2 * before, op->type);
     one.y = hc_to(one.y, before, op->type);
-    HC_BASE_NAME(gated)(&one.op, crew, member);
+    HC_NAME(gated)(&one.op, crew, member);
 }
 
 /* Columns [begin, end) of a row's sum, or of its late one. */

@@ -1,92 +1,48 @@
-/* activation(gate) * up, element by element: members share columns as well as rows. */
-#include "vectors.h"
+/* y = activation(gate) * up: members share columns as well as rows. If the product that makes gate and up is given, tiles
+ * gate what they have summed; otherwise it is made first. */
+#include "amx.h"
+#include "gate.h"
+#include "linear.h"
 
-extern hc_kernel HC_NAME(gated);
+extern hc_kernel HC_NAME(gated), HC_NAME(gated_tiles), HC_NAME(gated_int_tiles), HC_NAME(linear);
 
-#define PIECE 64 /* columns that are one member's */
+#define PIECE 64      /* columns that are one member's */
+#define LEAST_ROWS 64 /* that tiles gate: what fewer make stays in cache, and two streams of weights are slower than one */
 
-/* x/2 (1 + tanh(u)) is x / (1 + e^-2u), with u = sqrt(2/pi) (x + 0.044715 x^3). */
-V_INLINE vf gelu_tanh(vf x) {
-    vf inner = v_fma(x * x * 0.044715f, x, x);
-    return x / (1.0f + v_exp(inner * -1.5957691216f));
+#if defined(HC_HAS_TILES)
+/* The kernel that gates where it sums, or NULL. Panels have to be of gates or of ups. */
+static hc_kernel *tiles_for(const hc_gated_op *op) {
+    const hc_linear_op *product = op->product;
+    if (op->op.rows < LEAST_ROWS || op->columns % HC_PANEL || !product->weight->in)
+        return NULL;
+    if (product->weight->format == HC_BF16)
+        return HC_NAME(gated_tiles);
+    return hc_takes_int_tiles(product) ? HC_NAME(gated_int_tiles) : NULL;
 }
+#endif
 
-/* x/2 (1 + erf(x / sqrt 2)). erf(t) is t q(t^2) for small t, and 1 - e^p(t) for larger ones. */
-V_INLINE vf gelu(vf x) {
-    const vi sign = v_all_of(INT32_MIN);
-    vf scaled = x * 0.70710678f, square = scaled * scaled;
-    vf size = v_min(v_all(4.0f), v_bits(~sign & (vi)scaled));
-    vf q = v_fma(v_all(7.88249711e-05f), square, v_all(-0.000801885499f));
-    q = v_fma(q, square, v_all(0.00518931194f));
-    q = v_fma(q, square, v_all(-0.0268543288f));
-    q = v_fma(q, square, v_all(0.112835975f));
-    q = v_fma(q, square, v_all(-0.376126269f));
-    q = v_fma(q, square, v_all(1.12837917f));
-    vf p = v_fma(v_all(-1.33093904e-05f), size, v_all(0.000317572035f));
-    p = v_fma(p, size, v_all(-0.0034368676f));
-    p = v_fma(p, size, v_all(0.0226219859f));
-    p = v_fma(p, size, v_all(-0.10331898f));
-    p = v_fma(p, size, v_all(-0.639093319f));
-    p = v_fma(p, size, v_all(-1.12592595f));
-    p = v_fma(p, size, v_all(-0.000756968617f));
-    vf large = v_bits((vi)(1.0f - v_exp(p)) | (sign & (vi)scaled));
-    vf erf = v_choose(size < v_all(1.0f), q * scaled, large);
-    return 0.5f * x * (1.0f + erf);
-}
-
-/* Gates at most `limit`, ups between -limit and limit: (up + 1) * gate * sigmoid(alpha * gate). */
-V_INLINE void gate_clamped(const hc_gated_op *op, const void *gates, const void *ups, uint64_t count, void *y,
-                           const uint64_t type) {
-    const vf limit = v_all((float)op->limit);
-    for (uint64_t i = 0; i < count; i += HC_W) {
-        uint64_t left = count - i;
-        vf x = v_min(limit, v_load_up_to_as(hc_at(gates, i, type), left, type));
-        vf up = v_min(limit, v_load_up_to_as(hc_at(ups, i, type), left, type));
-        up = -v_min(limit, -up);
-        vf gated = x / (1.0f + v_exp(x * -(float)op->alpha));
-        v_store_up_to_as(hc_to(y, i, type), (up + 1.0f) * gated, left, type);
+void HC_NAME(gated)(const hc_op *any, hc_crew *crew, uint64_t member) {
+    const hc_gated_op *op = (const hc_gated_op *)any;
+    if (op->product) {
+#if defined(HC_HAS_TILES)
+        hc_kernel *tiles = tiles_for(op);
+        if (tiles) {
+            tiles(any, crew, member);
+            return;
+        }
+#endif
+        HC_NAME(linear)(&op->product->op, crew, member);
+        hc_meet(crew);
     }
-}
-
-V_INLINE void gate(vf (*activation)(vf), const void *gates, const void *ups, uint64_t count, void *y,
-                   const uint64_t type) {
-    uint64_t i = 0;
-    for (; i + HC_W <= count; i += HC_W)
-        v_store_as(hc_to(y, i, type),
-                   activation(v_load_as(hc_at(gates, i, type), type)) * v_load_as(hc_at(ups, i, type), type), type);
-    if (i < count)
-        v_store_up_to_as(hc_to(y, i, type),
-                         activation(v_load_up_to_as(hc_at(gates, i, type), count - i, type)) *
-                             v_load_up_to_as(hc_at(ups, i, type), count - i, type),
-                         count - i, type);
-}
-
-static void gate_piece(const hc_gated_op *op, const void *gates, const void *ups, uint64_t count, void *y) {
-    switch (op->activation) {
-    case HC_SILU:
-        V_TYPED(op->type, gate, v_silu, gates, ups, count, y);
-        break;
-    case HC_GELU_TANH:
-        V_TYPED(op->type, gate, gelu_tanh, gates, ups, count, y);
-        break;
-    case HC_CLAMPED_SWIGLU:
-        V_TYPED(op->type, gate_clamped, op, gates, ups, count, y);
-        break;
-    default:
-        V_TYPED(op->type, gate, gelu, gates, ups, count, y);
-    }
-}
-
-void HC_NAME(gated)(const hc_op *header, hc_crew *crew, uint64_t member) {
-    const hc_gated_op *op = (const hc_gated_op *)header;
     uint64_t type = op->type, columns = op->columns, pieces = (columns + PIECE - 1) / PIECE, begin, end;
-    hc_share_of(header->rows * pieces, crew->size, member, &begin, &end);
+    hc_share_of(any->rows * pieces, crew->size, member, &begin, &end);
     while (begin < end) { /* what this member has of a row, at once */
         uint64_t row = begin / pieces, first = begin % pieces * PIECE;
         uint64_t past = end < (row + 1) * pieces ? (end - row * pieces) * PIECE : columns;
         const void *gates = hc_at(op->gate_up, row * columns * (op->up ? 1 : 2) + first, type);
         const void *ups = op->up ? hc_at(op->up, row * op->up_stride + first, type) : hc_at(gates, columns, type);
-        gate_piece(op, gates, ups, past - first, hc_to(op->y, row * columns + first, type));
+        HC_BASE_NAME(gate_rows)(op, &(hc_gate_rows){.rows = 1, .columns = past - first, .gates = gates, .ups = ups,
+                                                    .y = hc_to(op->y, row * columns + first, type)});
         begin = (row + 1) * pieces;
     }
 }

@@ -68,8 +68,11 @@ static inline int hc_takes_int_tiles(const hc_linear_op *op) {
 }
 
 /* Bytes of a panel's values as signed bytes, for tiles. */
+static inline uint64_t hc_panel_spread(const hc_weight *weight) { return hc_round_up(weight->in, HC_X_UNIT) * HC_PANEL; }
+
+/* Bytes of panels that a member spreads at a time: of gates and of ups. */
 static inline uint64_t hc_spread_bytes(const hc_linear_op *op) {
-    return hc_takes_int_tiles(op) ? hc_round_up(op->weight->in, HC_X_UNIT) * HC_PANEL : 0;
+    return hc_takes_int_tiles(op) ? 2 * hc_panel_spread(op->weight) : 0;
 }
 
 /* Bytes of a panel's 4-bit values, one a byte. */

@@ -1,15 +1,17 @@
-/* y = x · Wᵀ + bias for weights that are whole numbers, by tiles (amx.h), where there are many rows.
+/* y = x · Wᵀ + bias for weights that are whole numbers, by tiles (amx.h), where there are many rows; and what a gated MLP makes
+ * of it.
  *
  * Sums of a group are exact, and groups' sums are scaled and added as linear_ints.c does: a row's bits are the same. A panel
  * is spread to signed bytes once for all rows: then no zero is to be taken off. While a group's products are made, the sums
  * of the one before are scaled. */
 #include "amx.h"
+#include "gated_tiles.h"
 #include "linear.h"
 #include "quantize.h"
 #include "small_floats.h"
 #include "tiles.h"
 
-extern hc_kernel HC_NAME(linear_int_tiles);
+extern hc_kernel HC_NAME(linear_int_tiles), HC_NAME(gated_int_tiles);
 
 #define GROUP HC_X_GROUP
 #define QUADS (GROUP / 4) /* rows of a tile of weights */
@@ -28,7 +30,6 @@ typedef struct {
     const uint16_t *scales, *minima;
     const hc_weight *weight;
     hc_quantized x;
-    hc_corner corner;
 } hc_piece;
 
 typedef int32_t hc_dots[HC_TILE_ROWS][HC_PANEL];
@@ -74,12 +75,10 @@ HC_INLINE void scale_group(const hc_piece *piece, uint64_t group, const hc_dots 
     }
 }
 
-HC_INLINE void multiply(const int is_by_row, const int has_minima, const hc_piece *piece, hc_amx *amx) {
+HC_INLINE void multiply(const int is_by_row, const int has_minima, const hc_piece *piece, hc_sums sums, hc_amx *amx) {
     _Alignas(64) hc_dots dots[2];
-    _Alignas(64) hc_sums sums;
     uint64_t groups = hc_x_groups(piece->weight);
-    hc_ask_for_corner(&piece->corner, HC_TILE_ROWS, HC_VECTORS);
-    memset(sums, 0, sizeof sums);
+    memset(sums, 0, sizeof(hc_sums));
     for (uint64_t group = 0; group < groups; group++) {
         dot_group(piece, group, dots[group % 2], amx);
         if (group)
@@ -92,16 +91,15 @@ HC_INLINE void multiply(const int is_by_row, const int has_minima, const hc_piec
                 float *to = sums[r] + v * HC_LANES;
                 hc_store(to, hc_load(to) * hc_widen_f16(piece->scales + v * HC_LANES));
             }
-    hc_write_tile(&piece->corner, HC_TILE_ROWS, HC_VECTORS, (const f32x16 *)sums, 1, 1);
 }
 
-static void multiply_piece(const hc_piece *piece, hc_amx *amx) {
+static void multiply_piece(const hc_piece *piece, hc_sums sums, hc_amx *amx) {
     if (piece->minima)
-        multiply(0, 1, piece, amx);
+        multiply(0, 1, piece, sums, amx);
     else if (piece->weight->format == HC_I8 && !piece->weight->group)
-        multiply(1, 0, piece, amx);
+        multiply(1, 0, piece, sums, amx);
     else
-        multiply(0, 0, piece, amx);
+        multiply(0, 0, piece, sums, amx);
 }
 
 /* A panel's values as signed bytes, [input / 4][32][4]; zeros up to a multiple of HC_X_UNIT inputs. */
@@ -124,27 +122,41 @@ static void spread(const hc_weight *weight, uint64_t panel, uint8_t *out) {
     memset(out, 0, (hc_round_up(weight->in, HC_X_UNIT) - inputs) * HC_PANEL);
 }
 
+/* A panel that is spread, and its scales. */
+static hc_piece piece_of(const hc_weight *weight, uint64_t panel, uint8_t *buffer) {
+    spread(weight, panel, buffer);
+    return (hc_piece){.w = (const int8_t *)buffer, .weight = weight, .scales = hc_panel_numbers(weight, weight->scales, panel),
+                      .minima = weight->minima ? hc_panel_numbers(weight, weight->minima, panel) : NULL};
+}
+
 /* Tiles of rows [first, behind) with the panels of a part. */
-static void multiply_rows(const hc_linear_op *op, const hc_part *part, uint64_t first, uint64_t behind, uint8_t *buffer,
-                          hc_amx *amx) {
+static void multiply_rows(const hc_linear_op *op, const hc_gated_op *gated, const hc_part *part, uint64_t first,
+                          uint64_t behind, uint8_t *buffer, hc_amx *amx) {
     const hc_weight *weight = op->weight;
-    uint64_t tile_bytes = HC_TILE_ROWS * hc_row_bytes(weight);
-    hc_piece piece = {.w = (const int8_t *)buffer, .weight = weight};
+    hc_linear_op result = hc_result_of(op, gated);
+    uint64_t tile_bytes = HC_TILE_ROWS * hc_row_bytes(weight), sides = hc_sides(gated);
+    _Alignas(64) hc_sums sums[2];
     for (uint64_t panel = part->first_panel; panel < part->behind_panels; panel++) {
-        spread(weight, panel, buffer);
-        piece.scales = hc_panel_numbers(weight, weight->scales, panel);
-        piece.minima = weight->minima ? hc_panel_numbers(weight, weight->minima, panel) : NULL;
+        hc_piece pieces[2];
+        for (uint64_t side = 0; side < sides; side++)
+            pieces[side] = piece_of(weight, panel + side * (hc_panels(weight) / sides), buffer + side * hc_panel_spread(weight));
         hc_amx_wrote();
         for (uint64_t tile = first; tile < behind; tile++) {
-            piece.x = hc_quantized_at(weight, (char *)op->scratch + tile * tile_bytes, HC_TILE_ROWS);
-            piece.corner = hc_corner_of(op, NULL, tile * HC_TILE_ROWS, panel * HC_PANEL);
-            multiply_piece(&piece, amx);
+            hc_corner corner = hc_corner_of(&result, NULL, tile * HC_TILE_ROWS, panel * HC_PANEL);
+            hc_ask_for_corner(&corner, HC_TILE_ROWS, HC_VECTORS);
+            for (uint64_t side = 0; side < sides; side++) {
+                pieces[side].x = hc_quantized_at(weight, (char *)op->scratch + tile * tile_bytes, HC_TILE_ROWS);
+                multiply_piece(&pieces[side], sums[side], amx);
+            }
+            if (gated)
+                hc_write_gated(op, gated, &corner, HC_TILE_ROWS, sums[0][0], sums[1][0]);
+            else
+                hc_write_tile(&corner, HC_TILE_ROWS, HC_VECTORS, (const f32x16 *)sums[0], 1, 1);
         }
     }
 }
 
-void HC_NAME(linear_int_tiles)(const hc_op *any, hc_crew *crew, uint64_t member) {
-    const hc_linear_op *op = (const hc_linear_op *)any;
+static void multiply_part(const hc_linear_op *op, const hc_gated_op *gated, hc_crew *crew, uint64_t member) {
     const hc_weight *weight = op->weight;
     uint64_t tile_bytes = HC_TILE_ROWS * hc_row_bytes(weight), num_tiles = hc_tile_rows(op->op.rows) / HC_TILE_ROWS;
     uint64_t begin, end, at_once = CACHED_BYTES / tile_bytes;
@@ -155,13 +167,23 @@ void HC_NAME(linear_int_tiles)(const hc_op *any, hc_crew *crew, uint64_t member)
         hc_quantize_row(op, row, row % HC_TILE_ROWS, HC_TILE_ROWS, &x);
     }
     hc_meet(crew);
-    hc_part part = hc_part_of(num_tiles, hc_panels(weight), crew->size, member);
+    hc_part part = hc_part_of(num_tiles, hc_panels(weight) / hc_sides(gated), crew->size, member);
     uint8_t *buffer = (uint8_t *)op->scratch + num_tiles * tile_bytes + member * hc_spread_bytes(op);
     hc_amx amx;
     const uint8_t rows[8] = {HC_TILE_ROWS, HC_TILE_ROWS, HC_TILE_ROWS, QUADS, QUADS, 1, 1, 1};
     hc_amx_open(&amx, rows, (const uint8_t[8]){64, 64, GROUP, 64, 64, 64, 64, 64});
-    for (uint64_t first = part.first_tile; first < part.behind_tiles; first += at_once)
-        multiply_rows(op, &part, first, first + at_once < part.behind_tiles ? first + at_once : part.behind_tiles, buffer,
-                      &amx);
+    for (uint64_t first = part.first_tile; first < part.behind_tiles; first += at_once) {
+        uint64_t behind = first + at_once < part.behind_tiles ? first + at_once : part.behind_tiles;
+        multiply_rows(op, gated, &part, first, behind, buffer, &amx);
+    }
     hc_amx_close(&amx);
+}
+
+void HC_NAME(linear_int_tiles)(const hc_op *any, hc_crew *crew, uint64_t member) {
+    multiply_part((const hc_linear_op *)any, NULL, crew, member);
+}
+
+void HC_NAME(gated_int_tiles)(const hc_op *any, hc_crew *crew, uint64_t member) {
+    const hc_gated_op *gated = (const hc_gated_op *)any;
+    multiply_part(gated->product, gated, crew, member);
 }

@@ -1,17 +1,21 @@
-/* y = x · Wᵀ + bias for bfloat16 weights, by tiles (tile_products.h), whatever the number of rows.
+/* y = x · Wᵀ + bias for bfloat16 weights, by tiles (tile_products.h), whatever the number of rows; and what a gated MLP makes of
+ * it, of a panel of gates and one of ups at a time.
  *
  * As much of the rows as stays in cache meets panel after panel. Where that is not all inputs of enough rows, to read the
  * weights seldom, it is a block of inputs, and sums of some panels are kept between one block and the next. */
+#include "gated_tiles.h"
 #include "linear.h"
 #include "tile_products.h"
 
-extern hc_kernel HC_NAME(linear_tiles);
+extern hc_kernel HC_NAME(linear_tiles), HC_NAME(gated_tiles);
 
 #define X_BYTES (512u * 1024) /* of x that stay in the second cache, and meet panel after panel */
 
 /* Rows of x as tiles read them. */
 typedef struct {
     const hc_linear_op *op;
+    const hc_gated_op *gated; /* what becomes of its y; or NULL */
+    hc_linear_op result;
     char *x;
     uint64_t count;    /* of rows, as they are put together: up to one tile's, or full tiles */
     uint64_t terms;
@@ -19,8 +23,8 @@ typedef struct {
     uint64_t of_tile;  /* bytes */
 } hc_rows;
 
-static hc_rows rows_of(const hc_linear_op *op) {
-    hc_rows rows = {.op = op, .count = hc_tile_rows(op->op.rows), .terms = hc_terms(op->type)};
+static hc_rows rows_of(const hc_linear_op *op, const hc_gated_op *gated) {
+    hc_rows rows = {.op = op, .gated = gated, .result = hc_result_of(op, gated), .count = hc_tile_rows(op->op.rows), .terms = hc_terms(op->type)};
     rows.steps = hc_stored_inputs(op->weight) / HC_PAIRED_INPUTS;
     rows.of_tile = rows.steps * rows.terms * HC_TERM_BYTES;
     return rows;
@@ -42,14 +46,18 @@ static void put_rows(const hc_rows *rows, uint64_t begin, uint64_t end) {
     }
 }
 
-/* The product of a block of inputs, and where its sums go behind the last one. */
-static void multiply_piece(uint64_t tiles, uint64_t terms, const hc_product *product, const hc_corner *corner, int is_first,
-                           int is_last, hc_amx *amx) {
-    if (is_last)
-        hc_ask_for_corner(corner, tiles * HC_TILE_ROWS, HC_VECTORS);
-    hc_multiply_tiles(tiles, terms, is_first, product, amx);
-    if (is_last)
-        hc_write_tile(corner, tiles * HC_TILE_ROWS, HC_VECTORS, (const f32x16 *)product->sums, 1, 1);
+/* Panels, or pairs of them. */
+static uint64_t panels_of(const hc_rows *rows) { return hc_panels(rows->op->weight) / hc_sides(rows->gated); }
+
+static uint64_t tiles_at(const hc_rows *rows, uint64_t row) { return rows->count - row > HC_TILE_ROWS ? 2 : 1; }
+
+/* `sums`: of rows of up to two tiles and a panel, or one of gates and then its ups. */
+static void write_sums(const hc_rows *rows, const hc_corner *corner, const float *sums) {
+    uint64_t most = tiles_at(rows, corner->row) * HC_TILE_ROWS;
+    if (rows->gated)
+        hc_write_gated(rows->op, rows->gated, corner, most, sums, sums + HC_HIGH_ROWS * HC_PANEL);
+    else
+        hc_write_tile(corner, most, HC_VECTORS, (const f32x16 *)sums, 1, 1);
 }
 
 /* What is gone through at a time: rows that are multiplied at once, inputs, panels. */
@@ -60,32 +68,40 @@ typedef struct {
 static hc_batch batch_of(const hc_rows *rows, const hc_part *part) {
     uint64_t step_bytes = 2 * rows->terms * HC_TERM_BYTES, all = part->behind_tiles - part->first_tile;
     uint64_t most = X_BYTES / (step_bytes * rows->steps), enough = rows->terms == 1 ? 8 : 4;
-    if (all <= most || most >= enough || all == 1)
-        return (hc_batch){all <= most || all == 1 ? all : most, rows->steps, UINT64_MAX};
+    if (all <= most || most >= enough || all == 1) {
+        uint64_t parts = all <= most || all == 1 ? 1 : (all + most - 1) / most;
+        return (hc_batch){(all + parts - 1) / parts, rows->steps, UINT64_MAX};
+    }
     uint64_t high = all < enough ? all : enough, steps = X_BYTES / (step_bytes * high);
-    return (hc_batch){high, steps, HC_KEPT_SUMS / high};
+    return (hc_batch){high, steps, HC_KEPT_SUMS / (high * hc_sides(rows->gated))};
 }
 
 /* Rows and panels of a batch, block by block of inputs. */
 static void multiply_batch(const hc_rows *rows, const hc_part *part, const hc_batch *batch, float *kept, hc_amx *amx) {
     const hc_weight *weight = rows->op->weight;
-    uint64_t high = part->behind_tiles - part->first_tile;
+    uint64_t high = part->behind_tiles - part->first_tile, sides = hc_sides(rows->gated), of_side = HC_HIGH_ROWS * HC_PANEL;
     hc_stream stream = hc_stream_of(hc_panel(weight, hc_panels(weight)), HC_STEP_BYTES, high, hc_panel_bytes(weight));
-    _Alignas(64) float sums[HC_HIGH_ROWS * HC_PANEL];
-    hc_product piece = {.of_tile = rows->of_tile, .sums = sums, .sums_stride = HC_PANEL * sizeof(float)};
+    _Alignas(64) float sums[2 * HC_HIGH_ROWS * HC_PANEL];
+    hc_product piece = {.of_tile = rows->of_tile, .sums_stride = HC_PANEL * sizeof(float)};
     for (uint64_t step = 0; step < rows->steps; step += batch->steps) {
         piece.steps = rows->steps - step < batch->steps ? rows->steps - step : batch->steps;
+        int is_last = step + piece.steps == rows->steps;
         for (uint64_t panel = part->first_panel; panel < part->behind_panels; panel++)
             for (uint64_t i = 0; i < high; i++) {
-                uint64_t first = part->first_tile + i;
-                piece.w = (const char *)hc_panel(weight, panel) + step * HC_STEP_BYTES;
+                uint64_t first = part->first_tile + i, tiles = tiles_at(rows, first * HC_HIGH_ROWS);
+                float *of_corner = batch->steps < rows->steps ? kept + ((panel - part->first_panel) * high + i) * sides * of_side : sums;
+                hc_corner corner = hc_corner_of(&rows->result, NULL, first * HC_HIGH_ROWS, panel * HC_PANEL);
+                if (is_last)
+                    hc_ask_for_corner(&corner, tiles * HC_TILE_ROWS, HC_VECTORS);
                 piece.x = rows->x + 2 * first * rows->of_tile + step * rows->terms * HC_TERM_BYTES;
-                piece.ahead = hc_ahead_of(&stream, piece.w, i);
-                hc_corner corner = hc_corner_of(rows->op, NULL, first * HC_HIGH_ROWS, panel * HC_PANEL);
-                if (batch->steps < rows->steps)
-                    piece.sums = kept + ((panel - part->first_panel) * high + i) * HC_HIGH_ROWS * HC_PANEL;
-                multiply_piece(rows->count - first * HC_HIGH_ROWS > HC_TILE_ROWS ? 2 : 1, rows->terms, &piece, &corner, !step,
-                               step + piece.steps == rows->steps, amx);
+                for (uint64_t side = 0; side < sides; side++) {
+                    piece.w = (const char *)hc_panel(weight, panel + side * panels_of(rows)) + step * HC_STEP_BYTES;
+                    piece.ahead = hc_ahead_of(&stream, piece.w, i);
+                    piece.sums = of_corner + side * of_side;
+                    hc_multiply_tiles(tiles, rows->terms, !step, &piece, amx);
+                }
+                if (is_last)
+                    write_sums(rows, &corner, of_corner);
             }
     }
 }
@@ -105,11 +121,10 @@ static void multiply_part(const hc_rows *rows, const hc_part *part, float *kept,
     }
 }
 
-void HC_NAME(linear_tiles)(const hc_op *any, hc_crew *crew, uint64_t member) {
-    const hc_linear_op *op = (const hc_linear_op *)any;
-    hc_rows rows = rows_of(op);
+static void multiply(const hc_linear_op *op, const hc_gated_op *gated, hc_crew *crew, uint64_t member) {
+    hc_rows rows = rows_of(op, gated);
     uint64_t num_high = (rows.count + HC_HIGH_ROWS - 1) / HC_HIGH_ROWS, begin = 0, end = rows.count;
-    hc_part part = hc_part_of(num_high, hc_panels(op->weight), crew->size, member);
+    hc_part part = hc_part_of(num_high, panels_of(&rows), crew->size, member);
     rows.x = op->scratch;
     if (op->op.rows > HC_FEW_ROWS) {
         hc_share_of(rows.count, crew->size, member, &begin, &end);
@@ -125,4 +140,13 @@ void HC_NAME(linear_tiles)(const hc_op *any, hc_crew *crew, uint64_t member) {
     hc_open_tiles(&amx, rows.count);
     multiply_part(&rows, &part, (float *)(rows.x + hc_tile_rows_bytes(op) + member * hc_kept_bytes(op)), &amx);
     hc_amx_close(&amx);
+}
+
+void HC_NAME(linear_tiles)(const hc_op *any, hc_crew *crew, uint64_t member) {
+    multiply((const hc_linear_op *)any, NULL, crew, member);
+}
+
+void HC_NAME(gated_tiles)(const hc_op *any, hc_crew *crew, uint64_t member) {
+    const hc_gated_op *gated = (const hc_gated_op *)any;
+    multiply(gated->product, gated, crew, member);
 }

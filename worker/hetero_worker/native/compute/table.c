@@ -2,7 +2,7 @@
 #include "isa.h"
 
 extern hc_kernel hc_pack; /* compiled once: it moves, and computes nothing */
-extern hc_kernel HC_NAME(linear), HC_BASE_NAME(embed), HC_BASE_NAME(norm), HC_BASE_NAME(gated), HC_BASE_NAME(squares), HC_NAME(latent),
+extern hc_kernel HC_NAME(linear), HC_BASE_NAME(embed), HC_BASE_NAME(norm), HC_NAME(gated), HC_BASE_NAME(squares), HC_NAME(latent),
     HC_NAME(heads), HC_BASE_NAME(delta), HC_BASE_NAME(open), HC_BASE_NAME(products), HC_BASE_NAME(rotate),
     HC_NAME(attend), HC_NAME(attend_span), HC_BASE_NAME(add), HC_BASE_NAME(pick), HC_BASE_NAME(choose), HC_BASE_NAME(step_on),
     HC_BASE_NAME(route), HC_NAME(experts), HC_BASE_NAME(low_rank);
@@ -17,7 +17,7 @@ const hc_isa_table HC_NAME(hc_table) = {
             [HC_LINEAR] = HC_NAME(linear),
             [HC_EMBED] = HC_BASE_NAME(embed),
             [HC_NORM] = HC_BASE_NAME(norm),
-            [HC_GATED] = HC_BASE_NAME(gated),
+            [HC_GATED] = HC_NAME(gated),
             [HC_SQUARES] = HC_BASE_NAME(squares),
             [HC_LATENT] = HC_NAME(latent),
             [HC_HEADS] = HC_NAME(heads),
