@@ -92,6 +92,10 @@ snapshots of states, and a prefix hit rounds down to one. A native kernel comput
 in prefill, too: a row's bits do not depend on the batch or on chunks. On GPUs Triton kernels compute decode rows, and
 torch prompts in chunks; steps are not replayed from graphs.
 
+**Multi-token-prediction heads** (DeepSeek-V3, GLM-4.5 to 4.7, GLM-4.7-Flash) are not a part of the model: they are read
+where `spec.engine.speculative` asks for MTP, or for Auto, and propose tokens ([using.md](using.md#proposed-tokens)).
+Those of Qwen3-Next and Qwen3.5 are not read: their layers keep states, which cannot go back behind a wrong token.
+
 **Experts that all tokens share** are dealt in proportion to KV heads; routed experts are dealt whole.
 
 """
@@ -134,6 +138,7 @@ def _parts(traits: Architecture) -> Collection[str]:
     experts = traits.experts
     parts = {
         "latent attention": traits.is_latent,
+        "prediction heads": traits.has_prediction_heads,
         "gated delta rule": traits.delta is not None,
         "gated attention": traits.is_gated,
         "sinks": traits.has_sinks,

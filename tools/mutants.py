@@ -90,6 +90,13 @@ MUTANTS: Final = (
         ("tests/unit/worker_model/test_proposals.py",),
     ),
     Mutant(
+        "prediction head: it takes a token's own embedding, not the next token's",
+        "worker/hetero_worker/runners/prediction_head.py",
+        "    _skipped = 1\n",
+        "    _skipped = 0\n",
+        ("tests/unit/worker_model/test_prediction_head.py",),
+    ),
+    Mutant(
         "draft model: a block is known by its own tokens alone",
         "worker/hetero_worker/runners/draft.py",
         "if not len(wanted) or self._prefixes[block := table[walk.blocks]] != walk.prefix:",

@@ -122,6 +122,8 @@ class Architecture:
     fused_gate_up: bool = False
     """A dense layer's gate and up projections are one tensor, gate first."""
     experts: ExpertTraits | None = None
+    has_prediction_heads: bool = False
+    """num_nextn_predict_layers says how many multi-token-prediction heads lie behind the layers."""
     expects: Mapping[str, object] = field(default_factory=dict)
     """Fields of config.json that are supported with this value only, if they are there."""
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -257,12 +259,14 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         use_qk_norm=False,
         partial_rotary_factor=0.5,
         experts=ExpertTraits(routing=_SIGMOID, has_shared=True, first_k_dense_replace=1),
+        has_prediction_heads=True,
         expects={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     ),
     "Glm4MoeLiteForCausalLM": Architecture(
         is_latent=True,
         interleaved_rope=True,
         experts=ExpertTraits(routing=replace(_SIGMOID, scale=1.8), has_shared=True, first_k_dense_replace=1),
+        has_prediction_heads=True,
         expects={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     ),
     "MiniMaxM2ForCausalLM": Architecture(
@@ -283,6 +287,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         experts=ExpertTraits(
             routing=replace(_SIGMOID, scale=2.5, groups=8, kept_groups=4), has_shared=True, first_k_dense_replace=3
         ),
+        has_prediction_heads=True,
         expects={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     ),
     "Qwen3NextForCausalLM": replace(_QWEN3_5, delta=DeltaTraits(by_head=True), experts=_GATED_EXPERTS),

@@ -52,6 +52,7 @@ _LARGEST: Final[Mapping[str, int]] = {
     **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"), 65_536),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 65_536), "linear_conv_kernel_dim": 256,
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "hidden_size_per_layer_input"), 65_536),
+    "num_nextn_predict_layers": 64,
 }  # fmt: skip
 """Counts by which lists are made, and far more than any model has."""
 _LARGEST_OTHER: Final = 1 << 31
@@ -263,6 +264,10 @@ class HfConfig:
         if is_wide and self.experts() is not None:
             raise self.error("use_double_wide_mlp is set; it is not supported in a model of experts")
         return readers, is_wide
+
+    def prediction_heads(self) -> int:
+        """Return the number of multi-token-prediction heads behind the layers."""
+        return self._whole("num_nextn_predict_layers", 0, at_least=0) if self.traits.has_prediction_heads else 0
 
     def latent(self) -> LatentShape | None:
         """Return the shape of latent attention; None where attention is the usual one."""

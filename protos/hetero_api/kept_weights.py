@@ -148,6 +148,14 @@ class KeptWeights:
         """Return the bytes of the projection from a token's embedding to its inputs of all layers."""
         return config.layer_inputs_width * self.layers.row_bytes(config.hidden_size)
 
+    def joined_bytes(self, config: ModelConfig) -> int:
+        """Return the bytes of the two matrices that a prediction head begins with; 0 for other models.
+
+        Quantised checkpoints have them in floats.
+        """
+        hidden = config.hidden_size
+        return 2 * hidden * self._kept(self.stored.at_load.layers).row_bytes(hidden) if config.follows_states else 0
+
     def _layer_input_bytes(self, config: ModelConfig) -> int:
         """Return the bytes of what makes a layer's input of its own a part of the residual stream."""
         size, hidden = config.layer_input_size, config.hidden_size

@@ -20,7 +20,7 @@ from hetero_api.errors import ModelError
 from hetero_api.gguf_config import read_gguf_config
 from hetero_api.gguf_model import gguf_files, gguf_header, gguf_weights
 from hetero_api.hf_config import HfConfig, read_config, read_json
-from hetero_api.model_directory import MAX_CONFIG_BYTES, read_model_file
+from hetero_api.model_directory import MAX_CONFIG_BYTES, may_hold_tensor, read_model_file
 from hetero_api.model_parts import (
     NO_ROTATION,
     USUAL_NORMS,
@@ -112,6 +112,10 @@ class ModelConfig:
     """Whether dense MLPs of these layers have twice as many columns."""
     makes_kv: bool = True
     """Whether a layer makes keys and values; see `of_layer`."""
+    num_prediction_heads: int = 0
+    """Multi-token-prediction heads that the files hold behind the layers; see `prediction_head`."""
+    follows_states: bool = False
+    """Whether the model is such a head: its input is the state of a token behind another model, and the next token."""
     weights: StoredWeights = FLOAT_WEIGHTS
 
     def of_layer(self, layer: int) -> ModelConfig:
@@ -123,6 +127,27 @@ class ModelConfig:
         if layer < self.num_layers - self.num_kv_readers:
             return own
         return replace(own, makes_kv=False, keys_are_values=False)
+
+    @property
+    def prediction_head(self) -> ModelConfig | None:
+        """The first multi-token-prediction head, with embedding and output head, as a model of one layer; None: none.
+
+        Its layer is like the last one. Source: DeepSeek-V3's technical report, section 2.2.
+        """
+        if not self.num_prediction_heads:
+            return None
+        experts = replace(self.experts, layers=(0,)) if self.experts is not None else None
+        return replace(self, num_layers=1, num_prediction_heads=0, follows_states=True, experts=experts)
+
+    @property
+    def prediction_head_tensor(self) -> str:
+        """Name of a tensor that checkpoints with prediction heads have."""
+        return f"model.layers.{self.num_layers}.enorm.weight"
+
+    @property
+    def states_width(self) -> int:
+        """Elements of the normed embedding and state that a prediction head begins with; 0 for other models."""
+        return 2 * self.hidden_size if self.follows_states else 0
 
     @property
     def has_kv_kinds(self) -> bool:
@@ -307,7 +332,8 @@ class ModelConfig:
         norms = len(self.delta_layers) * self._norm_parameters
         layers = attention + self._delta_parameters + norms + self._mlp_parameters
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return layers + embeddings + self.hidden_size + self._layer_input_parameters
+        joined = self.states_width * (self.hidden_size + 1)
+        return layers + embeddings + self.hidden_size + self._layer_input_parameters + joined
 
     @property
     def _layer_input_parameters(self) -> int:
@@ -395,6 +421,8 @@ class ModelConfig:
             model = cls.from_hf(config, generation=extra, source=f"{files[0]} as a {CONFIG_FILE}")
         else:
             model = cls.from_hf(read_config(path), generation=extra, source=str(path))
+        if model.num_prediction_heads and (files or not may_hold_tensor(directory, model.prediction_head_tensor)):
+            model = replace(model, num_prediction_heads=0)  # many conversions leave them out
         return model._in_gguf(files, divisors) if files else model
 
     def _in_gguf(self, files: tuple[Path, ...], divisors: tuple[float, ...]) -> ModelConfig:
@@ -471,6 +499,7 @@ class ModelConfig:
             layer_input_size=fields.layer_input_size(),
             num_kv_readers=num_kv_readers,
             wide_readers=wide_readers,
+            num_prediction_heads=fields.prediction_heads(),
             weights=fields.stored_weights(),
         )
 

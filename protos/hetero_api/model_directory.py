@@ -24,6 +24,8 @@ MAX_INDEX_BYTES: Final = 64 << 20
 MAX_TOKENIZER_BYTES: Final = 256 << 20
 MAX_HEADER_BYTES: Final = 64 << 20
 """Header of a file of weights."""
+WEIGHTS_FILE: Final = "model.safetensors"
+WEIGHTS_INDEX: Final = "model.safetensors.index.json"
 _CACHED_MODEL: Final = "models--*"
 _CACHE_FOLDERS: Final = ("blobs", "snapshots")
 
@@ -72,6 +74,24 @@ def parse_json(data: bytes | str, path: Path) -> Any:
         raise ModelError(f"{path}: cannot be read as JSON: it is nested too deep") from error
     except ValueError as error:
         raise ModelError(f"{path}: cannot be read as JSON, perhaps an incomplete download: {error}") from error
+
+
+def may_hold_tensor(directory: Path, tensor: str) -> bool:
+    """Return whether the safetensors files of a model directory have a tensor; True if there are no such files yet.
+
+    Raises ModelError for files that cannot be read.
+    """
+    index, single = directory / WEIGHTS_INDEX, directory / WEIGHTS_FILE
+    try:
+        if index.is_file():
+            return tensor in str(read_model_file(index, max_bytes=MAX_INDEX_BYTES), "utf-8", "replace")
+        if not single.is_file():
+            return True
+        with model_file(single).open("rb") as file:
+            length = min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES)
+            return tensor.encode() in file.read(length)
+    except OSError as error:
+        raise ModelError(f"{directory}: cannot be read: {error.strerror}") from error
 
 
 def _is_cached(real: Path) -> bool:

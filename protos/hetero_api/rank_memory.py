@@ -226,11 +226,12 @@ class ModelMemory:
 
     @property
     def common_weights(self) -> int:
-        """On every rank: tables of rotations, and the last norm."""
+        """On every rank: tables of rotations, the last norm, and what a prediction head begins with."""
         config = self.config
         widths = sum(width for _, width in set(zip(config.ropes, config.rotary_widths, strict=True)))
         tables = 2 * self.limits.max_model_len * widths * self.element_bytes
-        return tables + config.hidden_size * self._norm_bytes
+        joined = self.kept.joined_bytes(config) + config.states_width * self._norm_bytes
+        return tables + config.hidden_size * self._norm_bytes + joined
 
     @property
     def layer_inputs_weights(self) -> int:
@@ -401,8 +402,10 @@ class ModelMemory:
         return FLOAT_BYTES if self.config.norm_offset else self.element_bytes
 
     def _residual_of(self, rows: int) -> int:
-        """Return the bytes of the residual stream, and of layers' own inputs: on every rank."""
-        return 3 * rows * (self.config.hidden_size + self.config.layer_inputs_width) * self.element_bytes
+        """Return the bytes of the residual stream, of layers' own inputs, and of states twice: on every rank."""
+        config = self.config
+        width = 3 * (config.hidden_size + config.layer_inputs_width) + config.states_width
+        return rows * width * self.element_bytes
 
     def _head_of(self, rows: int) -> int:
         """Return the bytes of one KV head of a layer: its queries, keys and values, thrice; or of the key heads of the

@@ -222,6 +222,7 @@ class SpeculationKind(SpecEnum):
     NONE = "None"
     NGRAM = "NGram"
     DRAFT = "Draft"
+    MTP = "MTP"
 
 
 class DraftSpec(SpecModel):
@@ -254,9 +255,11 @@ class SpeculativeSpec(SpecModel):
 
     kind: Annotated[SpeculationKind, spelled(SpeculationKind)] = SpeculationKind.NONE
     """None: nothing is proposed. NGram: what followed the last few tokens where they stood before, in the prompt, in
-    the output or in recent outputs of the same tenant. Draft: what the model `draft` draws. Auto: what `draft` draws,
-    or else as NGram, but only while measurements of this group promise more tokens per second than without; and nothing
-    for a model that keeps states of sequences, which NGram and Draft refuse.
+    the output or in recent outputs of the same tenant. Draft: what the model `draft` draws. MTP: what the first
+    multi-token-prediction head draws that the model's files have behind the layers; rank 0 holds it whole. Auto: as
+    Draft where there is a `draft`, else as MTP where there is a head, else as NGram, but only while measurements of
+    this group promise more tokens per second than without; and nothing for a model that keeps states of sequences,
+    which NGram, Draft and MTP refuse.
     """
     draft: DraftSpec | None = None
     """The model that proposes. Its memory, and that of its KV cache, are rank 0's."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,8 @@ import pytest
 from hetero_client import Completion, Delta, SamplingParams
 from tests.support.draft_models import without_layers
 from tests.support.local_group import LocalGroupProcess, write_manifest
+from tests.support.prediction_heads import save_with_head
+from tests.support.tiny_models import SERVED_SHAPE, save_byte_tokenizer
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -38,12 +40,32 @@ def smaller(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return without_layers(smollm2, tmp_path_factory.mktemp("smaller"), number=22)
 
 
+@pytest.fixture(scope="module")
+def headed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of experts with a prediction head that agrees with it now and then."""
+    directory = tmp_path_factory.mktemp("headed")
+    save_with_head("glm4-moe", directory, agrees=True, **{**SERVED_SHAPE, "max_position_embeddings": 2048})
+    save_byte_tokenizer(directory)
+    return directory
+
+
 def group(
-    folder: Path, kind: str, *, model: Path, mode: str = "Tensor", draft: Path | None = None
+    folder: Path,
+    kind: str,
+    *,
+    model: Path,
+    mode: str = "Tensor",
+    draft: Path | None = None,
+    shares: Mapping[str, Sequence[int]] | None = None,
 ) -> LocalGroupProcess:
     speculative = {"kind": kind, **({} if draft is None else {"draft": {"uri": f"file://{draft}"}})}
     manifest = write_manifest(
-        folder, model=model, name=kind.lower(), mode=mode, shares=SHARES[mode], engine={"speculative": speculative}
+        folder,
+        model=model,
+        name=kind.lower(),
+        mode=mode,
+        shares={**SHARES[mode], **(shares or {})},
+        engine={"speculative": speculative},
     )
     return LocalGroupProcess(manifest, home=folder / kind)
 
@@ -83,14 +105,47 @@ def test_text_is_what_it_is_without_proposals(
                 assert "proposed tokens accepted" in admin.topology().speculation
 
 
+@pytest.mark.parametrize(("kind", "mode"), [("MTP", "Tensor"), ("MTP", "Layer"), ("Auto", "Tensor")])
+def test_text_is_what_it_is_without_the_model_s_own_head(headed: Path, tmp_path: Path, kind: str, mode: str) -> None:
+    """In mode Layer the last rank has the output head, and sends rank 0 the states."""
+    shares = {"experts": [1, 1]} if mode == "Tensor" else {}
+    with group(tmp_path, "None", model=headed, mode=mode, shares=shares) as plain:
+        expected = answers(plain)
+    with group(tmp_path, kind, model=headed, mode=mode, shares=shares) as running:
+        assert answers(running) == expected
+        with running.admin() as admin:
+            topology = admin.topology()
+        assert topology.speculation.startswith("MTP, " if kind == "MTP" else "Auto (MTP), ")
+        if kind == "MTP":
+            assert "proposed tokens accepted" in topology.speculation
+        assert any(kernel.startswith("draft=prediction head of") for kernel in topology.ranks[0].kernels)
+        assert not any(kernel.startswith("draft=") for kernel in topology.ranks[1].kernels)
+
+
+def test_a_stream_with_a_head_survives_a_killed_rank_0(headed: Path, tmp_path: Path) -> None:
+    """Its successor reads the head, too, and drafts behind a prompt whose states it makes again."""
+    survives(headed, tmp_path, "MTP", "cpu-0", shares={"experts": [1, 1]})
+
+
 @pytest.mark.parametrize(("kind", "victim_is"), [("NGram", "cpu-1"), ("Draft", "cpu-0")])
 def test_a_stream_with_proposals_survives_a_killed_rank(
     smollm2: Path, smaller: Path, tmp_path: Path, kind: str, victim_is: str
 ) -> None:
     """Rank 0's successor reads the draft model, too."""
+    survives(smollm2, tmp_path, kind, victim_is, draft=smaller if kind == "Draft" else None)
+
+
+def survives(
+    model: Path,
+    folder: Path,
+    kind: str,
+    victim_is: str,
+    *,
+    draft: Path | None = None,
+    shares: Mapping[str, Sequence[int]] | None = None,
+) -> None:
     sampling = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
-    draft = smaller if kind == "Draft" else None
-    with group(tmp_path, kind, model=smollm2, draft=draft) as running, running.client() as client:
+    with group(folder, kind, model=model, draft=draft, shares=shares) as running, running.client() as client:
         expected = client.generate_text(LINE * 4, sampling=sampling)
         tokens: list[int] = []
         victim: int | None = running.record.processes[victim_is]

@@ -68,6 +68,7 @@ class AsyncRank:
     sample: SampleTokens = sample_tokens
     num_blocks: int = 40
     speculator: Speculator = NO_SPECULATION
+    has_prediction_head: bool = False
     said: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -95,6 +96,7 @@ class AsyncRank:
             memory_bytes=self.runner.backend.memory_bytes,
             enforce_eager=self.enforce_eager,
             async_steps=self.async_steps,
+            has_prediction_head=self.has_prediction_head,
         )
 
     def serve(self, asked: Iterable[Asked], *, steps_ahead: int = 2) -> Mapping[str, list[int]]:
@@ -135,6 +137,7 @@ class AsyncRank:
                 token_ids=[token.token for token in output.sampled],
                 logprobs=output.logprobs,
                 prompt_logprobs=output.prompt_logprobs,
+                drafts=output.drafts,
             )
         )
 

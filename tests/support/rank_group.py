@@ -110,12 +110,13 @@ class RankGroup:
         on_top: Callable[[HostExchange], Exchange] = lambda host: host,
         keeps_logits: bool = True,
         draft: Path | None = None,
+        has_prediction_head: bool = False,
     ) -> None:
         """`make_graphs`: of the pseudo GPUs; None: they have none. `native`: host cores compute by native kernels;
         else by torch's. `recorded`: decode steps on host cores are recorded where they can be. `make_exchanges` None:
         in Python. `on_top`: what a rank uses of its host exchange.
         `keeps_logits`: a recorder is asked for all draws; else the runners draw as they do when they serve. `draft`: a
-        draft model, which rank 0 loads too."""
+        draft model, which rank 0 loads too. `has_prediction_head`: rank 0 drafts with the model's own head."""
         config = ModelConfig.from_directory(directory).quantized(quantization)
         self.plan = shares.plan_for(config)
         self.recorders = [LogitsRecorder() for _ in self.plan.ranks]
@@ -147,6 +148,7 @@ class RankGroup:
                 max_adapters=max_adapters,
                 max_adapter_rank=16,
                 has_draft=draft is not None,
+                has_prediction_head=has_prediction_head,
                 num_gpu_ranks=num_gpu_ranks or None,
             )
             for rank in range(self.plan.world_size)

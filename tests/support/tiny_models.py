@@ -13,7 +13,7 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0,
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
 }  # fmt: skip
-_SERVED_SHAPE: dict[str, Any] = {
+SERVED_SHAPE: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 128, "intermediate_size": 320, "head_dim": 16, "max_position_embeddings": 512,
     "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 319, "initializer_range": 0.2,
 }  # fmt: skip
@@ -30,6 +30,6 @@ def save_byte_tokenizer(directory: Path) -> None:
 
 def save_tiny_model(directory: Path, variant: str, **changes: Any) -> Path:
     """A seeded random model of a variant of tiny_checkpoints, fp32, with 8 KV heads of 16."""
-    save_tiny(variant, directory, **{**_SERVED_SHAPE, **changes})
+    save_tiny(variant, directory, **{**SERVED_SHAPE, **changes})
     save_byte_tokenizer(directory)
     return directory

@@ -302,7 +302,8 @@ class CostModel:
             total += times * (attention + columns * column + experts * each)
         rows = shard.head_rows.size + (0 if config.tie_word_embeddings else shard.embedding_rows.size)
         inputs = kept.vocabulary.row_bytes(config.layer_inputs_width) if config.layer_input_size else 0
-        return int(total) + rows * kept.vocabulary.row_bytes(hidden) + shard.embedding_rows.size * inputs
+        beside = kept.joined_bytes(config) + shard.embedding_rows.size * inputs
+        return int(total) + rows * kept.vocabulary.row_bytes(hidden) + beside
 
     def moved_bytes(self, plan: ShardPlan, step: Step) -> float:
         """Bytes of activations that a step's exchanges hand over."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
-from hetero_api.spec import HeteroInferenceSpec, PlacementMode
+from hetero_api.spec import HeteroInferenceSpec, PlacementMode, SpeculationKind, SpeculativeSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +98,17 @@ def bounds_of(spec: HeteroInferenceSpec, config: ModelConfig, draft: ModelConfig
         expert_deferral=spec.engine.expert_deferral,
         draft=draft,
     )
+
+
+def proposing_kind(spec: SpeculativeSpec, config: ModelConfig) -> SpeculationKind:
+    """Return the way in which tokens are proposed to the model: NGram, Draft or MTP; None: not at all."""
+    if config.delta is not None:
+        return SpeculationKind.NONE
+    if spec.kind != SpeculationKind.AUTO:
+        return spec.kind
+    if spec.draft is not None:
+        return SpeculationKind.DRAFT
+    return SpeculationKind.MTP if config.num_prediction_heads else SpeculationKind.NGRAM
 
 
 def quantized_config(spec: HeteroInferenceSpec, config: ModelConfig) -> ModelConfig:

@@ -138,11 +138,14 @@ class MemoryModel:
         if self._draft is None or rank != 0:
             return own
         draft, whole, is_gpu = self._draft, ShardPlan.whole(self._draft.config).ranks[0], self._is_gpu(rank)
-        weights = replace(draft, weight_bits=self.hardware.ranks[rank].weight_bits)
+        memory = replace(draft, weight_bits=self.hardware.ranks[rank].weight_bits)
+        weights = memory.weight_parts(whole, packs_head=not is_gpu)
+        rows = self._config.vocab_size
+        borrows = draft.config.follows_states and shard.embedding_rows.size == shard.head_rows.size == rows
         cached = self._tokens if self._bounds.kv_cache_bytes is None else 0  # else a part of these bytes
         return replace(
             own,
-            weights=own.weights + weights.weight_parts(whole, packs_head=not is_gpu).total,
+            weights=own.weights + weights.total - (weights.vocabulary if borrows else 0),
             cache=own.cache + cached * draft.kv_cost(whole).cache_bytes,
             workspace=own.workspace + draft.workspace_bytes(whole),
             graphs=own.graphs + (GraphMemory.of(draft, whole, self._sizes, num_host_ranks=0).total if is_gpu else 0),

@@ -144,7 +144,8 @@ def rates_with_proposals(
         alone = replace(first, speeds=replace(first.speeds.alone, costs=()))
         drafting = CostModel(bounds.draft, Hardware((alone,)), dtype=dtype)
         whole = ShardPlan.whole(bounds.draft)
-        sources["the draft model"] = drafting.decode_step_s(whole, batch=batch, context=workload.decode_context)
+        name = "the prediction head" if bounds.draft.follows_states else "the draft model"
+        sources[name] = drafting.decode_step_s(whole, batch=batch, context=workload.decode_context)
 
     def rate(length: int, draft_s: float) -> float:
         rows = decode_step(batch * (1 + length), workload.decode_context)

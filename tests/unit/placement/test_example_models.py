@@ -89,3 +89,10 @@ def test_experts_take_as_much_longer_as_their_share_of_the_rates_is_smaller() ->
     whole = Rates(config, Speeds(1e11, rates)).experts("bfloat16", 1)
     assert half.unit_s == pytest.approx(2 * whole.unit_s)
     assert half.fixed_s == whole.fixed_s
+
+
+def test_the_prediction_head_of_deepseek_v3_has_as_many_parameters_as_published() -> None:
+    """11.5e9 of its own, and 0.9e9 each of embedding and output head, as its README_WEIGHTS says."""
+    head = example("deepseek-v3").prediction_head
+    assert head is not None
+    assert head.num_parameters == pytest.approx(11.5e9 + 2 * 0.93e9, rel=0.01)

@@ -26,7 +26,7 @@ from hetero_api.rank_memory import (
     with_margin,
 )
 from hetero_api.sharding import ShardPlan
-from hetero_api.spec import PlacementSpec, WorkloadSpec
+from hetero_api.spec import PlacementMode, PlacementSpec, WorkloadSpec
 from hetero_api.spec_pools import PoolType
 from hetero_api.v1 import ranks_pb2
 from hetero_placement.decision import Bounds
@@ -41,6 +41,7 @@ from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.graphs.padding import Padding
 from hetero_worker.runners.shard import DTYPES, LoadedShard, memory_of
 from tests.unit.placement.placement_setup import GB, LLAMA_8B, bounds_of, config_of, cpu, gpu, group
+from tests.unit.placement.test_example_models import example
 
 pytestmark = pytest.mark.unit
 
@@ -318,3 +319,27 @@ def test_a_draft_model_takes_memory_of_rank_0_and_its_cache_a_part_of_each_block
         for each in (None, draft)
     ]
     assert blocks[1] < blocks[0]
+
+
+def test_a_prediction_head_borrows_a_vocabulary_that_rank_0_has_whole() -> None:
+    config = example("glm-4.5-air")
+    head = config.prediction_head
+    assert head is not None
+    hardware = group(cpu(1e11, memory=300 * GB), cpu(1e11, memory=300 * GB))
+    layered, dealt = (
+        solve(config, hardware, dtype="bfloat16", placement=PlacementSpec(mode=mode), bounds=bounds_of(config)).plan
+        for mode in (PlacementMode.LAYER, PlacementMode.TENSOR)
+    )
+    whole = ShardPlan.whole(config).ranks[0]
+    alone, beside = (
+        MemoryModel(config, hardware, bounds_of(config, draft=each), dtype="bfloat16") for each in (None, head)
+    )
+    taken = {
+        name: beside.need(0, shard).weights - alone.need(0, shard).weights
+        for name, shard in (("layered", layered.ranks[0]), ("dealt", dealt.ranks[0]), ("whole", whole))
+    }
+    vocabulary = 2 * 2 * config.vocab_size * config.hidden_size
+    assert taken["layered"] == taken["dealt"]
+    assert taken["whole"] == taken["dealt"] - vocabulary
+    own = 2 * (head.num_parameters - 2 * config.vocab_size * config.hidden_size)
+    assert taken["whole"] == pytest.approx(own, rel=0.01)

@@ -17,9 +17,11 @@ from hetero_api.contract import ENV_GROUP_TOKEN_FILE, ENV_LOG_LEVEL, EXIT_PERMAN
 from hetero_api.errors import ManifestError
 from hetero_api.manifest import load_manifest
 from hetero_api.model_config import ModelConfig
+from hetero_api.sharding import ShardPlan
 from hetero_gateway.engine.config import SpeculationConfig
 from hetero_gateway.group.errors import UnsupportedSpecError
-from hetero_gateway.group.settings import _model_problems, wants_draft
+from hetero_gateway.group.orders import load_order
+from hetero_gateway.group.settings import _model_problems, speculation_of
 from hetero_gateway.server.app import main
 from hetero_gateway.server.config import GatewayConfig, read_model
 from hetero_gateway.server.errors import BindError
@@ -256,13 +258,61 @@ def test_a_draft_model_that_does_not_suit_is_refused(
 
 
 def test_auto_takes_no_draft_model_for_states_of_sequences_and_draft_is_refused(tmp_path: Path) -> None:
-    for kind in ("Draft", "Auto"):
-        engine = {"speculative": {**DRAFTING["speculative"], "kind": kind}}
+    for kind in ("Draft", "MTP", "Auto"):
+        engine = {"speculative": {"kind": kind} if kind == "MTP" else {**DRAFTING["speculative"], "kind": kind}}
         spec = load_manifest(write_manifest(tmp_path / "g.yaml", engine=engine)).spec
         config = dataclasses.replace(ModelConfig.from_directory(write_model(tmp_path)), delta=object())  # type: ignore[arg-type]
-        assert not wants_draft(spec, config)
+        assert speculation_of(spec.engine.speculative, config) is None
         problems = [each for each in _model_problems(spec, config) if "speculative" in each]
-        assert len(problems) == (kind == "Draft")
+        assert len(problems) == (kind != "Auto")
+
+
+HEADED = {
+    "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 6, "num_experts_per_tok": 3, "n_shared_experts": 1,
+    "moe_intermediate_size": 20, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "draft", "drafted"),
+    [
+        ("MTP", False, SpeculationConfig(max_tokens=8, drafts=True, has_head=True)),
+        ("Auto", False, SpeculationConfig(max_tokens=8, only_if_faster=True, drafts=True, has_head=True)),
+        ("Auto", True, SpeculationConfig(max_tokens=8, only_if_faster=True, drafts=True)),
+        ("NGram", False, SpeculationConfig(max_tokens=8)),
+        ("None", False, None),
+    ],
+)
+def test_the_model_s_own_head_drafts_for_mtp_and_for_auto_without_a_draft_model(
+    tmp_path: Path, kind: str, draft: bool, drafted: SpeculationConfig | None
+) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    speculative = {"kind": kind, **({"draft": {"uri": "file:///small"}} if draft else {})}
+    manifest = write_manifest(tmp_path / "g.yaml", engine={"speculative": speculative})
+    model = read_model(manifest, write_model(tmp_path, **HEADED), write_model(small) if draft else None)
+    assert model.engine_config.speculation == drafted
+    settings = model.group_settings
+    has_head = drafted is not None and drafted.has_head
+    order = load_order(settings, ShardPlan.whole(settings.config))
+    assert (order.has_prediction_head, order.has_draft) == (has_head, draft)
+    assert (settings.draft == settings.config.prediction_head) == has_head
+
+
+@pytest.mark.parametrize("shape", [{}, {**HEADED, "num_nextn_predict_layers": 0}, {**HEADED, "weights": True}])
+def test_mtp_without_a_head_is_refused(tmp_path: Path, shape: dict[str, Any]) -> None:
+    """No field, no heads, or none in the files; Auto takes n-grams."""
+    weights = dict(shape)
+    if weights.pop("weights", False):
+        (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "a.safetensors"}}')
+    directory = write_model(tmp_path, **weights)
+    with pytest.raises(UnsupportedSpecError) as refused:
+        read_model(write_manifest(tmp_path / "g.yaml", engine={"speculative": {"kind": "MTP"}}), directory)
+    (told,) = refused.value.problems
+    assert told.startswith("spec.engine.speculative.kind: MTP, but these files have no multi-token-prediction head")
+    auto = read_model(write_manifest(tmp_path / "g.yaml", engine={"speculative": {"kind": "Auto"}}), directory)
+    assert auto.engine_config.speculation == SpeculationConfig(max_tokens=8, only_if_faster=True)
+    assert auto.group_settings.draft is None
 
 
 @pytest.mark.parametrize(
@@ -270,6 +320,7 @@ def test_auto_takes_no_draft_model_for_states_of_sequences_and_draft_is_refused(
     [
         ({"kind": "Draft"}, "is what kind Draft proposes with"),
         ({"kind": "NGram", "draft": {"uri": "hf://a/b"}}, "is for the kinds Draft and Auto"),
+        ({"kind": "MTP", "draft": {"uri": "hf://a/b"}}, "is for the kinds Draft and Auto"),
         ({"kind": "Draft", "draft": {"uri": "b"}}, "must start with one of hf://"),
     ],
 )

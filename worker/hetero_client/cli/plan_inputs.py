@@ -14,7 +14,7 @@ import typer
 
 from hetero_api.hf_config import read_json
 from hetero_api.model_config import ModelConfig
-from hetero_api.spec import HeteroInference, HeteroInferenceSpec
+from hetero_api.spec import HeteroInference, HeteroInferenceSpec, SpeculationKind
 from hetero_client.cli.console import print_note, print_warning
 from hetero_client.cli.plan_probe import ProbeTask, measure_here
 from hetero_client.home import HeteroHome
@@ -22,6 +22,7 @@ from hetero_client.launcher.local_plan import plan_here
 from hetero_client.model_store.resolve import locate_named_model, resolve_draft, resolve_model
 from hetero_client.model_store.store import ModelStore, Report
 from hetero_placement.assumed_hardware import assume, load_assumed_hardware, whole_machine
+from hetero_placement.decision import proposing_kind, quantized_config
 from hetero_placement.hardware import Hardware
 
 _PACKAGE: Final = Path(__file__).parents[1]
@@ -65,7 +66,7 @@ class PlanInputs:
     config: ModelConfig
     """With weights as they are stored."""
     draft: ModelConfig | None = None
-    """The draft model that the spec names."""
+    """The draft model that the spec names, or the model's prediction head."""
 
 
 def from_examples(hardware: str, model: str, *, quantization: str | None) -> PlanInputs:
@@ -100,7 +101,7 @@ def from_manifest(
         config = _assumed_model(model)
     else:
         config = ModelConfig.from_directory(_model_directory(resource, model))
-    return PlanInputs(title, spec, assumed, config, _draft_of(spec))
+    return PlanInputs(title, spec, assumed, config, _draft_of(spec, config))
 
 
 def assumed_file(hardware: str) -> Path:
@@ -142,10 +143,12 @@ def _measured(resource: HeteroInference, model: str | None) -> PlanInputs:
         quantization_group_size=model_spec.quantization_group_size,
     )
     hardware = measure_here(task, resource.spec)
-    return PlanInputs(resource.metadata.name, resource.spec, hardware, config, _draft_of(resource.spec))
+    return PlanInputs(resource.metadata.name, resource.spec, hardware, config, _draft_of(resource.spec, config))
 
 
-def _draft_of(spec: HeteroInferenceSpec) -> ModelConfig | None:
+def _draft_of(spec: HeteroInferenceSpec, config: ModelConfig) -> ModelConfig | None:
+    if proposing_kind(spec.engine.speculative, config) == SpeculationKind.MTP:
+        return quantized_config(spec, config).prediction_head
     store = ModelStore(HeteroHome.from_environment())
     resolved = resolve_draft(spec.engine.speculative, store, report=Report(print_note))
     return None if resolved is None else ModelConfig.from_directory(resolved.directory)

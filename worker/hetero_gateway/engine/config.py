@@ -18,12 +18,13 @@ class SpeculationConfig:
     """How tokens are proposed: at most `max_tokens` a completion and step.
 
     With `only_if_faster` only where measurements promise more tokens per second than without. `drafts`: by the draft
-    model of rank 0; else by n-gram lookup.
+    model of rank 0; else by n-gram lookup. `has_head`: that model is a prediction head of the served one.
     """
 
     max_tokens: int
     only_if_faster: bool = False
     drafts: bool = False
+    has_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from hetero_api.spec_pools import PoolType
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.config import SpeculationConfig
 from hetero_gateway.group.errors import UnsupportedSpecError
-from hetero_placement.decision import quantized_config
+from hetero_placement.decision import proposing_kind, quantized_config
 from hetero_placement.shard_plans import (
     deal_layers,
     deal_within_layers,
@@ -89,7 +89,7 @@ class GroupSettings:
     version: str = VERSION
     model_source: str = ""
     draft: ModelConfig | None = None
-    """The draft model that rank 0 holds, too; None: there is none."""
+    """The draft model or prediction head that rank 0 holds, too; None: there is none."""
 
     @property
     def quantization(self) -> ranks_pb2.Quantization | None:
@@ -111,10 +111,13 @@ class GroupSettings:
         max_model_len = resolve_max_model_len(spec, config)
         is_contiguous = spec.engine.cache_layout == CacheLayout.CONTIGUOUS
         check_shares(spec, config)
+        quantized = quantized_config(spec, config)
+        has_head = proposing_kind(spec.engine.speculative, config) == SpeculationKind.MTP
         return cls(
             name=resource.metadata.name,
             spec=spec,
-            config=quantized_config(spec, config),
+            config=quantized,
+            draft=quantized.prediction_head if has_head else None,
             places=expected_places(spec),
             plan_key=make_plan_key(spec, dtype=dtype, model_fingerprint=model_fingerprint, version=VERSION),
             model_fingerprint=model_fingerprint,
@@ -165,17 +168,15 @@ def resolve_max_model_len(spec: HeteroInferenceSpec, config: ModelConfig) -> int
 
 def speculation_of(spec: SpeculativeSpec, config: ModelConfig) -> SpeculationConfig | None:
     """Return how tokens are proposed to the model; None: not at all."""
-    if spec.kind == SpeculationKind.NONE or config.delta is not None:
+    kind = proposing_kind(spec, config)
+    if kind == SpeculationKind.NONE:
         return None
     return SpeculationConfig(
-        max_tokens=spec.max_tokens, only_if_faster=spec.kind == SpeculationKind.AUTO, drafts=spec.draft is not None
+        max_tokens=spec.max_tokens,
+        only_if_faster=spec.kind == SpeculationKind.AUTO,
+        drafts=kind != SpeculationKind.NGRAM,
+        has_head=kind == SpeculationKind.MTP,
     )
-
-
-def wants_draft(spec: HeteroInferenceSpec, config: ModelConfig) -> bool:
-    """Return whether rank 0 of the group is to load a draft model."""
-    speculation = speculation_of(spec.engine.speculative, config)
-    return speculation is not None and speculation.drafts
 
 
 def draft_problem(draft: ModelConfig, *, max_model_len: int) -> str:
@@ -271,10 +272,16 @@ def _model_problems(spec: HeteroInferenceSpec, config: ModelConfig) -> list[str]
             f"spec.model.maxModelLen: {asked} is more than the {config.max_position} positions of the model"
         )
     kind = spec.engine.speculative.kind
-    if config.delta is not None and kind in (SpeculationKind.NGRAM, SpeculationKind.DRAFT):
+    if config.delta is not None and kind not in (SpeculationKind.NONE, SpeculationKind.AUTO):
         problems.append(
             f"spec.engine.speculative.kind: {kind}, but layers of this model keep states of sequences, which cannot go "
             "back behind a token that was wrong; use None or Auto"
+        )
+    elif kind == SpeculationKind.MTP and not config.num_prediction_heads:
+        problems.append(
+            "spec.engine.speculative.kind: MTP, but these files have no multi-token-prediction head "
+            "(num_nextn_predict_layers in config.json, and its tensors); take files that have one, or kind NGram or "
+            "Draft"
         )
     return problems
 

@@ -16,14 +16,15 @@ from hetero_api.manifest import load_manifest
 from hetero_api.model_config import ModelConfig, model_fingerprint
 from hetero_api.model_directory import read_source
 from hetero_api.program import ProgramParser, read_admin_token, read_group_token, read_log_level
-from hetero_api.spec import GatewaySpec, HeteroInference, SamplingDefaults
+from hetero_api.spec import GatewaySpec, HeteroInference, SamplingDefaults, SpeculationKind
 from hetero_api.v1 import inference_pb2
 from hetero_gateway.engine.config import EngineConfig
 from hetero_gateway.engine.step_pace import LOOKAHEAD_S
 from hetero_gateway.engine.text.tokenizer import TextTokenizer
 from hetero_gateway.group.errors import UnsupportedSpecError
-from hetero_gateway.group.settings import GroupSettings, check_supported, draft_problem, speculation_of, wants_draft
+from hetero_gateway.group.settings import GroupSettings, check_supported, draft_problem, speculation_of
 from hetero_gateway.server.sampling_params import read_sampling_defaults
+from hetero_placement.decision import proposing_kind
 
 PROGRAM: Final = "hetero_gateway"
 ROUTER_PACKAGE: Final = "smg_grpc_proto"
@@ -229,7 +230,7 @@ def read_model(manifest: Path, model_dir: Path, draft_dir: Path | None = None) -
         model_source=source.describe() if source else "",
     )
     tokenizer = TextTokenizer.from_directory(model_dir)
-    if wants_draft(settings.spec, config):
+    if proposing_kind(settings.spec.engine.speculative, config) == SpeculationKind.DRAFT:
         settings = replace(settings, draft=_read_draft(settings, tokenizer, draft_dir))
     takes_defaults = resource.spec.engine.sampling_defaults is SamplingDefaults.MODEL
     return ServedModel(

@@ -30,7 +30,7 @@ from hetero_worker.checkpoints.packed_cache import KeptMatrices, PackedCache
 from hetero_worker.checkpoints.packed_safetensors import open_packed_safetensors
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.checkpoints.safetensors_store import SafetensorsStore
-from hetero_worker.checkpoints.store import TensorSlice, WeightStore
+from hetero_worker.checkpoints.store import RenamedStore, TensorSlice, WeightStore
 from hetero_worker.host.process_memory import let_go_of_code
 
 _SPECIAL: Final[tuple[Callable[[Path], WeightStore | None], ...]] = (open_gguf, open_packed_safetensors)
@@ -211,6 +211,23 @@ class Checkpoint:
         if self._store is None:
             raise RuntimeError("a checkpoint was read before it was opened")
         return self._store
+
+
+class HeadCheckpoint(Checkpoint):
+    """An open model directory of whose layers only the first multi-token-prediction head is seen, as layer 0."""
+
+    def __init__(self, directory: Path, *, layer: int) -> None:
+        """`layer`: number of the head's layer in the files."""
+        super().__init__(directory)
+        self._layer = layer
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        prefix = f"model.layers.{self._layer}."
+        self._store = RenamedStore(
+            self._opened, {"model.layers.0.": prefix, "model.norm.": f"{prefix}shared_head.norm."}
+        )
+        return self
 
 
 def _open_store(directory: Path) -> WeightStore:

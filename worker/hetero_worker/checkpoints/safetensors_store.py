@@ -15,15 +15,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hetero_api.errors import ModelError
-from hetero_api.model_directory import MAX_HEADER_BYTES, MAX_INDEX_BYTES, model_file, parse_json, read_model_file
+from hetero_api.model_directory import (
+    MAX_HEADER_BYTES,
+    MAX_INDEX_BYTES,
+    WEIGHTS_FILE,
+    WEIGHTS_INDEX,
+    model_file,
+    parse_json,
+    read_model_file,
+)
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
 from hetero_api.wrappers import text_tensors
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.checkpoints.store import MappedFile, TensorSlice, WeightStore
 
-SINGLE_FILE: Final = "model.safetensors"
-INDEX_FILE: Final = "model.safetensors.index.json"
 _PICKLED_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt")
 _DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -151,14 +157,14 @@ class SafetensorsStore(WeightStore):
 
     def _locate(self) -> dict[str, str]:
         """Return the file of each tensor."""
-        if (self.directory / INDEX_FILE).is_file():
-            return _read_index(self.directory / INDEX_FILE)
-        if (self.directory / SINGLE_FILE).is_file():
-            return dict.fromkeys(self._open(SINGLE_FILE).tensors, SINGLE_FILE)
+        if (self.directory / WEIGHTS_INDEX).is_file():
+            return _read_index(self.directory / WEIGHTS_INDEX)
+        if (self.directory / WEIGHTS_FILE).is_file():
+            return dict.fromkeys(self._open(WEIGHTS_FILE).tensors, WEIGHTS_FILE)
         raise self._no_weights()
 
     def _no_weights(self) -> ModelError:
-        looked_for = f"no weights: looked for {SINGLE_FILE}, {INDEX_FILE} and a .gguf file"
+        looked_for = f"no weights: looked for {WEIGHTS_FILE}, {WEIGHTS_INDEX} and a .gguf file"
         if not self.directory.is_dir():
             return ModelError(f"{self.directory}: no such directory; {looked_for}")
         pickled = sorted(f.name for f in self.directory.iterdir() if f.suffix in _PICKLED_SUFFIXES)
@@ -196,7 +202,7 @@ def safetensors_files(directory: Path) -> list[Path]:
 
     Raises ModelError for an index that cannot be read, or that names a file which is not there.
     """
-    index, single = directory / INDEX_FILE, directory / SINGLE_FILE
+    index, single = directory / WEIGHTS_INDEX, directory / WEIGHTS_FILE
     if index.is_file():
         return [directory / name for name in sorted(set(_read_index(index).values()))]
     return [single] if single.is_file() else []

@@ -21,14 +21,15 @@ from hetero_api.model_directory import (
     MAX_CONFIG_BYTES,
     MAX_HEADER_BYTES,
     MAX_INDEX_BYTES,
+    WEIGHTS_INDEX,
     model_file,
     read_model_file,
     read_source,
 )
 from hetero_api.packed_weights import MODELOPT_FILE
-from hetero_worker.checkpoints.safetensors_store import INDEX_FILE, LENGTH_BYTES, safetensors_files
+from hetero_worker.checkpoints.safetensors_store import LENGTH_BYTES, safetensors_files
 
-_SMALL_FILES: Final = {CONFIG_FILE: MAX_CONFIG_BYTES, MODELOPT_FILE: MAX_CONFIG_BYTES, INDEX_FILE: MAX_INDEX_BYTES}
+_SMALL_FILES: Final = {CONFIG_FILE: MAX_CONFIG_BYTES, MODELOPT_FILE: MAX_CONFIG_BYTES, WEIGHTS_INDEX: MAX_INDEX_BYTES}
 _GGUF_HEAD_BYTES: Final = (16 << 20, 1 << 20)
 """Bytes at the begin of a model's first GGUF file, whose header holds the tokenizer, and of its further ones."""
 _BLOCK_BYTES: Final = 4096

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -138,6 +139,56 @@ class WeightStore(ABC):
     @abstractmethod
     def release_pages(self) -> None:
         """Give back the memory of file pages that were read so far."""
+
+
+class RenamedStore(WeightStore):
+    """Another store whose tensors are known by other names."""
+
+    def __init__(self, store: WeightStore, prefixes: Mapping[str, str]) -> None:
+        """`prefixes`: beginnings of names that stand for others; a name with none of them is itself."""
+        self._store = store
+        self._prefixes = prefixes
+
+    def _stored(self, name: str) -> str:
+        for prefix, stored in self._prefixes.items():
+            if name.startswith(prefix):
+                return stored + name.removeprefix(prefix)
+        return name
+
+    def _located(self, part: TensorSlice) -> TensorSlice:
+        return replace(part, name=self._stored(part.name))
+
+    def format_of(self, name: str) -> WeightFormat | None:
+        """See `WeightStore.format_of`."""
+        return self._store.format_of(self._stored(name))
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """See `WeightStore.dtype_of`."""
+        return self._store.dtype_of(self._stored(name))
+
+    def floats(self, part: TensorSlice) -> torch.Tensor:
+        """See `WeightStore.floats`."""
+        return self._store.floats(self._located(part))
+
+    def quantized(self, part: TensorSlice) -> QuantizedMatrix:
+        """See `WeightStore.quantized`."""
+        return self._store.quantized(self._located(part))
+
+    def stored_as(self, name: str) -> str:
+        """See `WeightStore.stored_as`."""
+        return self._store.stored_as(self._stored(name))
+
+    def exact(self, part: TensorSlice) -> torch.Tensor:
+        """See `WeightStore.exact`."""
+        return self._store.exact(self._located(part))
+
+    def has(self, tensor: str) -> bool:
+        """See `WeightStore.has`."""
+        return self._store.has(self._stored(tensor))
+
+    def release_pages(self) -> None:
+        """See `WeightStore.release_pages`."""
+        self._store.release_pages()
 
 
 class MappedFile:

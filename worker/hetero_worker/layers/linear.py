@@ -306,6 +306,13 @@ def whole_linear(config: ModelConfig, name: str, height: int, *, width: int | No
     return _column_parallel([_Rows(name, height, UnitRange(0, height))], config=config, bias=False, width=width)
 
 
+def joining_linear(config: ModelConfig, name: str, part: int) -> ShardedLinear:
+    """Return the columns, for the first (0) or the second (1) of two joined hidden states, of a whole projection."""
+    hidden = config.hidden_size
+    inputs = 2 * hidden, UnitRange(part * hidden, (part + 1) * hidden)
+    return _row_parallel(name, config, inputs, unit=hidden, bias=False, stored=config.weights.at_load)
+
+
 def gate_up_linear(config: ModelConfig, prefix: str, width: int, columns: UnitRange) -> ShardedLinear:
     """Return the fused gate and up projections of this rank's columns of `width`; output [gate | up]."""
     if config.fused_gate_up:

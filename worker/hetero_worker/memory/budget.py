@@ -30,7 +30,7 @@ class MemoryBudget:
     adapter_bytes: int = 0
     """Reserve for adapters, which come while the rank serves."""
     draft_bytes: int = 0
-    """Workspace of a draft model's steps; its weights are among `weight_bytes`."""
+    """Workspace of steps of a draft model or prediction head; its weights are among `weight_bytes`."""
     available_bytes: int | None = None
     """Free memory of the device after the load; None: unknown, or not loaded yet."""
     remedy: str = "give the rank more memory (memoryPerRank)"
@@ -59,7 +59,7 @@ class MemoryBudget:
                 f"maxNumBatchedTokens or maxModelLen{', or maxNumSeqs' if self.state_bytes else ''}"
                 f"{', or set enforceEager' if self.graph_bytes else ''}"
                 f"{', or lower adapters.maxLoaded or adapters.maxRank' if self.adapter_bytes else ''}"
-                f"{', or take a smaller speculative.draft' if self.draft_bytes else ''}"
+                f"{', or take a smaller speculative.draft, or speculative.kind NGram' if self.draft_bytes else ''}"
             )
         return cost.cache_of(left - self.snapshot_budget_bytes)
 

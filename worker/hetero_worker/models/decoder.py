@@ -39,7 +39,7 @@ from hetero_worker.layers.rotary import RotaryTables
 from hetero_worker.memory.huge_pages import empty_on_huge_pages
 from hetero_worker.memory.streams import HOST
 from hetero_worker.models.decoder_layer import DecoderLayer
-from hetero_worker.models.layer_inputs import LayerInputs
+from hetero_worker.models.layer_inputs import JoinedStates, LayerInputs
 from hetero_worker.models.lending import Lending
 from hetero_worker.models.micro_batches import CountParts, MicroBatch, best_number, micro_batches
 from hetero_worker.models.pipeline import Pipeline
@@ -78,17 +78,20 @@ class Decoder:
         ops: FusedOps = PLAIN_OPS,
         cache_dtype: torch.dtype | None = None,
         expert_deferral: int = 0,
+        borrows_vocabulary: bool = False,
     ) -> None:
         """`lends_at_once`: the device computes beside copies to and from the host (`Lending`).
 
         `cache_dtype`: type of cached keys and values; None: `dtype`. `expert_deferral`: number of a token's chosen
         experts whose sum helpers return a layer late, fewer than it chooses; in a stage's last layer they return all.
+        `borrows_vocabulary`: embedding and output head are another decoder's; see `borrow`.
         """
         self._config = config
         self._dtype = dtype
         self._cache_dtype = cache_dtype or dtype
         self.device = device
         self._lends_at_once = lends_at_once
+        self._borrows_vocabulary = borrows_vocabulary
         self.ops = ops
         self._backend = attention
         self._count_parts = count_parts
@@ -113,6 +116,9 @@ class Decoder:
         self._embedding: ShardedEmbedding | None = None
         self._layer_embedding: ShardedEmbedding | None = None
         self._layer_inputs: LayerInputs | None = None
+        self._joined = JoinedStates(config, ops) if config.follows_states else None
+        self.states = torch.empty(0)
+        """Of a prediction head: the state that goes with each token of the next step, [tokens or more, hidden]."""
         self._head: OutputHead | None = None
         self._norm = RmsNorm(
             "model.norm.weight", width=config.hidden_size, eps=config.rms_norm_eps, offset=config.norm_offset, ops=ops
@@ -130,27 +136,35 @@ class Decoder:
     def weight_bytes(self, kernel: LinearKernel) -> int:
         """Return the most bytes that the loaded weights take, rotary tables included."""
         count = sum(layer.weight_bytes(self._dtype, kernel) for layer in self._layers)
-        beside = self._embedding, self._layer_embedding, self._layer_inputs
+        vocabulary = () if self._borrows_vocabulary else (self._embedding, self._head)
+        beside = *vocabulary, self._layer_embedding, self._layer_inputs, self._joined
         count += sum(part.weight_bytes(self._dtype, kernel) for part in beside if part is not None)
         if self._head is not None:
-            count += self._head.weight_bytes(self._dtype, kernel) + self._norm.weight_bytes(self._dtype)
+            count += self._norm.weight_bytes(self._dtype)
         return count + self._rotary.num_bytes
 
     def load(
         self, checkpoint: Checkpoint, kernel: LinearKernel, on_bytes: Callable[[int], None] = lambda _: None
     ) -> None:
         """Read this rank's slices; call `on_bytes` with the bytes of each part that was read. Raises ModelError."""
-        for part in (self._embedding, self._layer_embedding, self._layer_inputs):
+        own = not self._borrows_vocabulary
+        for part in (self._embedding if own else None, self._layer_embedding, self._layer_inputs, self._joined):
             if part is not None:
                 part.load(checkpoint, dtype=self._dtype, kernel=kernel, device=self.device)
                 on_bytes(part.weight_bytes(self._dtype, kernel))
         if self._head is not None:
-            self._head.load(checkpoint, self._embedding, dtype=self._dtype, kernel=kernel, device=self.device)
             self._norm.load(checkpoint, dtype=self._dtype, device=self.device)
+        if self._head is not None and own:
+            self._head.load(checkpoint, self._embedding, dtype=self._dtype, kernel=kernel, device=self.device)
             on_bytes(self._head.weight_bytes(self._dtype, kernel))
         for layer in self._layers:
             layer.load(checkpoint, dtype=self._dtype, kernel=kernel, device=self.device)
             on_bytes(layer.weight_bytes(self._dtype, kernel))
+
+    def borrow(self, other: Decoder) -> None:
+        """Compute with the embedding and the output head of another decoder, which holds all rows of them."""
+        if self._borrows_vocabulary:
+            self._embedding, self._head = other._embedding, other._head
 
     @property
     def expert_mlps(self) -> dict[int, ExpertMlp]:
@@ -188,7 +202,7 @@ class Decoder:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of this rank's loaded weights, except weights that a kernel has packed in its own layout."""
-        inputs = self._layer_embedding, self._layer_inputs
+        inputs = self._layer_embedding, self._layer_inputs, self._joined
         parts = (self._embedding, *inputs, self._head, self._norm, self._rotary, *self._layers)
         return [tensor for part in parts if part is not None for tensor in part.tensors]
 
@@ -220,6 +234,8 @@ class Decoder:
         number = self._count_parts(len(step.token_ids), self._pipeline.num_stages)
         batches = micro_batches(step.attention, number)
         hidden = self._look_up(self._embedding, step.token_ids, self._config.hidden_size, exchange)
+        if self._joined is not None:
+            hidden = self._joined(hidden, self.states[: len(hidden)])
         inputs = self._inputs(step.token_ids, hidden, exchange)
         compute = partial(self._compute, step=step, inputs=inputs, caches=caches, exchange=exchange)
         self._pipeline.run(hidden, batches, compute, exchange=exchange)

@@ -1,4 +1,6 @@
-"""Inputs that each layer has of its own, beside the residual stream (Gemma 3n and 4 call them per-layer embeddings).
+"""Inputs that layers have beside tokens' embeddings.
+
+The first part is of inputs that each layer has of its own (Gemma 3n and 4 call them per-layer embeddings).
 
 A token's input of a layer is a row of a table for that layer, added to a projection of the token's usual embedding. All
 layers' rows lie side by side in one embedding, whose rows are dealt to ranks as those of the usual one. The layer opens
@@ -16,7 +18,7 @@ from hetero_api.model_config import ModelConfig
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.layers.blocks import layer_norm
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
-from hetero_worker.layers.linear import ShardedLinear, whole_linear
+from hetero_worker.layers.linear import ShardedLinear, joining_linear, whole_linear
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.layers.norm import RmsNorm
 from hetero_worker.memory.streams import HOST
@@ -26,26 +28,28 @@ _SHARE: Final = 2**-0.5
 
 
 class _NormedLinear:
-    """Linear layers and a norm that are loaded together."""
+    """Linear layers and norms that are loaded together."""
 
-    def __init__(self, linears: tuple[ShardedLinear, ...], norm: RmsNorm) -> None:
+    def __init__(self, linears: tuple[ShardedLinear, ...], *norms: RmsNorm) -> None:
         self._linears = linears
-        self._norm = norm
+        self._norms = norms
 
     def weight_bytes(self, dtype: torch.dtype, kernel: LinearKernel | None = None) -> int:
         """Return the most bytes that the loaded weights take; `kernel` None: in the arithmetic type."""
-        return self._norm.weight_bytes(dtype) + sum(linear.weight_bytes(dtype, kernel) for linear in self._linears)
+        norms = sum(norm.weight_bytes(dtype) for norm in self._norms)
+        return norms + sum(linear.weight_bytes(dtype, kernel) for linear in self._linears)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors of the loaded weights, except those that a kernel has packed."""
-        return *self._norm.tensors, *(tensor for linear in self._linears for tensor in linear.tensors)
+        return tuple(tensor for part in (*self._norms, *self._linears) for tensor in part.tensors)
 
     def load(
         self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
     ) -> None:
         """Read the weights. Raises ModelError."""
-        self._norm.load(checkpoint, dtype=dtype, device=device)
+        for norm in self._norms:
+            norm.load(checkpoint, dtype=dtype, device=device)
         for linear in self._linears:
             linear.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
 
@@ -59,8 +63,8 @@ class LayerInputs(_NormedLinear):
         # The projection is divided by the root of its inputs' number before its norm, which only changes eps.
         eps = config.rms_norm_eps * config.hidden_size
         name = "model.per_layer_projection_norm.weight"
-        norm = RmsNorm(name, width=self._size, eps=eps, offset=config.norm_offset, ops=ops)
-        super().__init__((self._projection,), norm)
+        self._norm = RmsNorm(name, width=self._size, eps=eps, offset=config.norm_offset, ops=ops)
+        super().__init__((self._projection,), self._norm)
 
     def __call__(self, found: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return [tokens, layers · size] of rows of the same shape and of embeddings [tokens, hidden]."""
@@ -80,9 +84,31 @@ class LayerInput(_NormedLinear):
         self._activation, self._ops = config.activation, ops
         self._gate = whole_linear(config, f"{prefix}.per_layer_input_gate", size)
         self._projection = whole_linear(config, f"{prefix}.per_layer_projection", config.hidden_size, width=size)
-        super().__init__((self._gate, self._projection), layer_norm(config, layer, "post_per_layer_input_norm", ops))
+        self._norm = layer_norm(config, layer, "post_per_layer_input_norm", ops)
+        super().__init__((self._gate, self._projection), self._norm)
 
     def __call__(self, hidden: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         """Return what to add to the stream [tokens, hidden], of it and all layers' inputs."""
         gated = self._ops.gated(self._gate(hidden), self._activation, inputs[:, self._begin : self._end])
         return self._norm(self._projection(gated))
+
+
+class JoinedStates(_NormedLinear):
+    """Input of a multi-token-prediction head: a projection of the next token's embedding and a token's state, normed.
+
+    Source: DeepSeek-V3's technical report, equation 21. Its checkpoints have the embedding first.
+    """
+
+    def __init__(self, config: ModelConfig, ops: FusedOps = PLAIN_OPS) -> None:
+        self._ops = ops
+        self._norm, self._state_norm = (layer_norm(config, 0, name, ops) for name in ("enorm", "hnorm"))
+        self._projection, self._state_projection = (
+            joining_linear(config, "model.layers.0.eh_proj", part) for part in range(2)
+        )
+        super().__init__((self._projection, self._state_projection), self._norm, self._state_norm)
+
+    def __call__(self, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Return new [tokens, hidden] of embeddings and states [tokens, hidden]."""
+        joined = self._projection(self._norm(embeddings))
+        self._ops.add(joined, self._state_projection(self._state_norm(states)))
+        return joined

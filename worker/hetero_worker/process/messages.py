@@ -183,6 +183,7 @@ def load_request(
         max_adapters=order.max_adapters,
         max_adapter_rank=order.max_adapter_rank,
         has_draft=order.has_draft,
+        has_prediction_head=order.has_prediction_head,
         expert_deferral=order.expert_deferral,
         num_gpu_ranks=num_gpu_ranks(form),
         open_weights=identity.open_weights,

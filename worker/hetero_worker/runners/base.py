@@ -113,8 +113,12 @@ class LoadRequest:
     """Largest rank of an adapter."""
     has_draft: bool = False
     """True if rank 0 also loads the draft model that it was started with."""
+    has_prediction_head: bool = False
+    """True if rank 0 also loads the model's first multi-token-prediction head, to draft with."""
     draft: DraftNeeds = DraftNeeds()
-    """Memory of the draft model that this rank has loaded."""
+    """Memory of the draft model, or head, that this rank has loaded."""
+    borrows_vocabulary: bool = False
+    """True if embedding and output head are those of the rank's own shard, which has all rows of them."""
     async_steps: bool = True
     """True if a step may begin before the one before is finished, where a rank can do that."""
     files: Mapping[str, bytes] = field(default_factory=dict)

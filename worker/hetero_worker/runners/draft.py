@@ -29,6 +29,7 @@ from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.layers.sampler import SampleTokens, sample_tokens
 from hetero_worker.runners.base import DraftNeeds, LoadRequest
+from hetero_worker.runners.forward import ForwardStates
 from hetero_worker.runners.model_state import ModelState, ServingCache, make_cache
 from hetero_worker.runners.shard import LoadedShard, budget_of, graph_memory, kv_cost, load_shard
 from hetero_worker.runners.slots import Int32Array, SlotTable
@@ -42,20 +43,27 @@ FEW: Final = 2
 class DraftModel:
     """The draft model of one rank, whole."""
 
+    _skipped = 0
+    """First tokens of a sequence that it does not read."""
+
     def __init__(
         self,
         backend: DeviceBackend,
         directory: Path,
         open_weights: Callable[[Path], Checkpoint] = Checkpoint,
         *,
+        config: ModelConfig | None = None,
         sample: SampleTokens = sample_tokens,
     ) -> None:
-        """Create it without weights. Raises ModelError if the directory holds no model that can draft."""
+        """Create it without weights. `config` None: the directory's.
+
+        Raises ModelError if the directory holds no model that can draft.
+        """
         self._sample = sample
         self._backend = backend
         self._directory = directory
         self._open_weights = open_weights
-        self._config = ModelConfig.from_directory(directory)
+        self._config = config or ModelConfig.from_directory(directory)
         if self._config.delta is not None:
             raise ModelError(
                 f"{directory}: layers of this draft model keep states of sequences, which cannot go back behind a "
@@ -113,10 +121,10 @@ class DraftModel:
         elif state.cache is None:
             self.drop_cache()
         elif self._cache is None:
-            self._allocate(state.cache.order, state.ordered("a draft model's cache")[0])
+            self._allocate(state.cache.order, state)
 
-    def _allocate(self, order: ranks_pb2.AllocateCache, request: LoadRequest) -> None:
-        own = self._request_like(request)
+    def _allocate(self, order: ranks_pb2.AllocateCache, state: ModelState) -> None:
+        own = self._request_like(state.ordered("a draft model's cache")[0])
         shard = self._shard = self._shard or load_shard(own, self._backend)
         report = shard.report(own, load_s=0.0)
         self._cache = make_cache(
@@ -155,8 +163,7 @@ class DraftModel:
 
         A slot whose tokens are too many for one step gets none until all are read.
         """
-        cache = self._cache
-        assert cache is not None, "a cache comes before plans"
+        cache = self._ready_cache
         with torch.inference_mode():
             begins = {slot: self._num_read(known, slot) for slot in slots if self._knows_tokens(known, slot)}
             ready = self._catch_up(cache, known, begins)
@@ -166,13 +173,17 @@ class DraftModel:
             self._blocks.write(slot, cache.slots.token_ids[slot, :end], known.block_tables[slot], begin)
         return [ranks_pb2.Proposal(slot=slot, token_ids=tokens) for slot, tokens in drafts.items() if tokens]
 
+    def _tokens(self, known: SlotTable, slot: int) -> Int32Array:
+        """Return the slot's tokens that this model reads: int32 [tokens], a view."""
+        return known.token_ids[slot, self._skipped : int(known.counts.num_tokens[slot])]
+
     def _knows_tokens(self, known: SlotTable, slot: int) -> bool:
         """Return whether the slot's tokens are of this model's vocabulary, which may have fewer unused ids."""
-        return int(known.token_ids[slot, : int(known.counts.num_tokens[slot])].max()) < self._config.vocab_size
+        return int(self._tokens(known, slot).max()) < self._config.vocab_size
 
     def _num_read(self, known: SlotTable, slot: int) -> int:
         """Return how many tokens before the newest one need not be computed."""
-        older = known.token_ids[slot, : int(known.counts.num_tokens[slot]) - 1]
+        older = self._tokens(known, slot)[:-1]
         return self._blocks.num_held(slot, older, known.block_tables[slot], owner=known.sampling(slot))
 
     def _catch_up(self, cache: ServingCache, known: SlotTable, begins: dict[int, int]) -> list[int]:
@@ -203,15 +214,15 @@ class DraftModel:
         max_length, head_ranges = own.token_ids.shape[1] - 1, [UnitRange(0, self._config.vocab_size)]
         rooms: dict[int, int] = {}
         for slot in slots:
-            total = int(known.counts.num_tokens[slot])
-            own.mirror(known, slot, num_tokens=total, num_computed=total - 1)
+            total = len(self._tokens(known, slot))
+            own.mirror(known, slot, num_tokens=total, num_computed=total - 1, skipped=self._skipped)
             rooms[slot] = min(count, int(known.counts.num_blocks[slot]) * size - total + 1, max_length - total + 1)
         drafts: dict[int, list[int]] = {slot: [] for slot in slots}
         for number in range(count):
             drawing = [slot for slot in slots if rooms[slot] > number]
             if not drawing:
                 break
-            logits = self._decode(cache, drawing)
+            logits = self._decode(cache, drawing) if number else self._begin(cache, known, drawing)
             rows = [known.sampling(slot).draw(ahead=drafts[slot])._replace(num_logprobs=None) for slot in drawing]
             sampled = self._sample(
                 logits, rows, head_ranges=head_ranges, exchange=self._exchange, sampler=self._sampler, started=None
@@ -220,6 +231,10 @@ class DraftModel:
             for slot, token in zip(drawing, sampled.tokens, strict=True):
                 drafts[slot].append(token)
         return drafts
+
+    def _begin(self, cache: ServingCache, known: SlotTable, slots: Sequence[int]) -> torch.Tensor:  # noqa: ARG002
+        """Compute the newest known token of each slot; return logits as `_decode` does."""
+        return self._decode(cache, slots)
 
     def _decode(self, cache: ServingCache, slots: Sequence[int]) -> torch.Tensor:
         """Compute the newest token of each slot; return logits, float32 [slots, vocabulary], valid until the next."""
@@ -230,10 +245,17 @@ class DraftModel:
         return logits
 
     def _compute(self, cache: ServingCache, plan: ranks_pb2.StepPlan) -> torch.Tensor:
-        decoder = self._loaded.decoder
+        states = self._run(cache, plan)
+        return states.logits_of(self._loaded.decoder, len(plan.decode_slots)) if plan.decode_slots else torch.empty(0)
+
+    def _run(self, cache: ServingCache, plan: ranks_pb2.StepPlan) -> ForwardStates:
         batch = cache.inputs.fill(plan, cache.slots)
-        states = cache.forward.run(decoder, batch, caches=cache.layers, exchange=self._exchange)
-        return states.logits_of(decoder, len(plan.decode_slots)) if plan.decode_slots else torch.empty(0)
+        return cache.forward.run(self._loaded.decoder, batch, caches=cache.layers, exchange=self._exchange)
+
+    @property
+    def _ready_cache(self) -> ServingCache:
+        assert self._cache is not None, "a cache comes before plans"
+        return self._cache
 
     @property
     def _loaded(self) -> LoadedShard:

@@ -48,8 +48,8 @@ class PromptRows:
 
 
 @dataclass(frozen=True, slots=True)
-class PooledRows:
-    """Logit rows of a span whose hidden states are summed for an embedding."""
+class SpanRows:
+    """Logit rows of a span whose hidden states are wanted."""
 
     slot: int
     num_rows: int
@@ -66,7 +66,10 @@ class InputBatch:
     """Slots that sample, in the plan's order, one with a proposal for each of its rows; the first logit rows are
     theirs."""
     prompts: tuple[PromptRows, ...]
-    pooled: tuple[PooledRows, ...] = ()
+    pooled: tuple[SpanRows, ...] = ()
+    """Rows whose states are summed for an embedding."""
+    told: tuple[SpanRows, ...] = ()
+    """All spans, where a prediction head wants their states (`PlanBounds.tells_states`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +250,8 @@ class InputBuffers:
         spans: list[PrefillSpan] = []
         drawing: list[int] = []
         prompts: list[PromptRows] = []
-        pooled: list[PooledRows] = []
+        pooled: list[SpanRows] = []
+        told: list[SpanRows] = []
         row, num_logits = count, count + sum(span.sample for span in plan.spans)
         for span in plan.spans:
             spans.append(self._fill_span(span, slots, row))
@@ -260,16 +264,20 @@ class InputBuffers:
                 self._logit_rows[num_logits : num_logits + wanted] = range(begin, begin + wanted)
                 num_logits += wanted
                 prompts.append(prompt)
-            if num_pooled := _num_pooled(span, slots):
-                self._logit_rows[num_logits : num_logits + num_pooled] = range(row - num_pooled, row)
-                pooled.append(PooledRows(span.slot, num_pooled, num_logits))
-                num_logits += num_pooled
+            for wanted, rows in (
+                (_num_pooled(span, slots), pooled),
+                (span.num_tokens * self._bounds.tells_states, told),
+            ):
+                if wanted:
+                    self._logit_rows[num_logits : num_logits + wanted] = range(row - wanted, row)
+                    rows.append(SpanRows(span.slot, wanted, num_logits))
+                    num_logits += wanted
         self._map_slots(row, slots)
         decode = self._views_of(count).rows
         has_adapters = self._take_adapters(plan, slots, count)
         decoder_input = self._decoder_input(row, num_logits, decode, tuple(spans), has_adapters=has_adapters)
         draw_slots = self._draw_slots.fill(_decoding_slots(plan), *drawing)
-        return InputBatch(decoder_input, draw_slots, tuple(prompts), tuple(pooled))
+        return InputBatch(decoder_input, draw_slots, tuple(prompts), tuple(pooled), tuple(told))
 
     def _fill_span(self, span: ranks_pb2.ScheduledSpan, slots: SlotTable, begin: int) -> PrefillSpan:
         slot, end = span.slot, begin + span.num_tokens

@@ -220,6 +220,7 @@ def make_cache(
         block_size=block_size,
         num_snapshots=order.num_snapshots,
         keeps_states=request.config.delta is not None,
+        tells_states=request.has_prediction_head,
     )
     parts = backend.steps.make(bounds, request)
     if layers is None:

@@ -49,6 +49,9 @@ class PlanBounds:
     keeps_states: bool = False
     """Whether the model keeps states of each sequence, so that one begins with its first token or a snapshot."""
 
+    tells_states: bool = False
+    """Whether the states of all rows are wanted, for a prediction head."""
+
     @property
     def max_blocks(self) -> int:
         """Blocks of the longest sequence."""
@@ -56,8 +59,8 @@ class PlanBounds:
 
     @property
     def max_logit_rows(self) -> int:
-        """Rows of a step whose logits are wanted, at most: of draws, and of a prompt's tokens."""
-        return self.max_num_seqs + self.max_num_batched_tokens
+        """Rows of a step whose logits or states are wanted, at most: of draws, of a prompt's tokens, of all spans."""
+        return self.max_num_seqs + (1 + self.tells_states) * self.max_num_batched_tokens
 
 
 def num_decode_rows(plan: ranks_pb2.StepPlan) -> int:

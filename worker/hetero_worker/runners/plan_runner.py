@@ -28,6 +28,7 @@ from hetero_worker.runners.base import LoadRequest, MaskSource, StepInFlight, St
 from hetero_worker.runners.commands import GroupCommands
 from hetero_worker.runners.draft import DraftModel
 from hetero_worker.runners.model_state import ModelState, ServingCache, make_cache
+from hetero_worker.runners.prediction_head import PredictionHead
 from hetero_worker.runners.profile_run import measure_workspace
 from hetero_worker.runners.recorded.multi_step import MultiStep, MultiStepDecode, is_plain
 from hetero_worker.runners.running_step import FinishedStep, RunningStep, StepContext
@@ -142,18 +143,26 @@ class PlanRunner:
         return report
 
     def _load_draft(self, request: LoadRequest) -> LoadRequest:
-        """Load the draft model if this rank is to have one; return the order with what that leaves of its memory."""
-        given, self._draft = self._draft_given, None
-        if not request.has_draft or request.rank != 0:
-            if given is not None:
-                given.drop()
+        """Load the draft model or prediction head that this rank is to have; return the order with the memory left."""
+        before, self._draft = self._draft, None
+        wanted = self._wanted_draft(request, before) if request.rank == 0 else None
+        if before is not None and before is not wanted:
+            before.drop()
+        if wanted is None:
             return request
-        if given is None:
+        self._draft = wanted
+        return wanted.load(request)
+
+    def _wanted_draft(self, request: LoadRequest, before: DraftModel | None) -> DraftModel | None:
+        if request.has_prediction_head:
+            if isinstance(before, PredictionHead) and before.is_of(request):
+                return before
+            return PredictionHead(self.backend, request)
+        if request.has_draft and self._draft_given is None:
             raise ModelError(
                 "spec.engine.speculative.draft: rank 0 was started without a draft model; restart ranks with --draft"
             )
-        self._draft = given
-        return given.load(request)
+        return self._draft_given if request.has_draft else None
 
     def _workspace_of(self, shard: LoadedShard, request: LoadRequest) -> int | None:
         """Return the memory of the largest step, measured once for a shard and its bounds."""
@@ -299,6 +308,7 @@ class PlanRunner:
             times=self._times,
             inputs=cache.async_inputs,
             draft=self._draft,
+            tells_states=request.has_prediction_head,
         )
 
     def _check(self, plan: ranks_pb2.StepPlan) -> Exchange:

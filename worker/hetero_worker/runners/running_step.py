@@ -36,9 +36,10 @@ from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadRequest, MaskSource, SampledToken, StepOutput
 from hetero_worker.runners.draft import DraftModel
 from hetero_worker.runners.forward import ForwardStates
-from hetero_worker.runners.input_batch import InputBatch, PooledRows, PromptRows, proposed_tokens
+from hetero_worker.runners.input_batch import InputBatch, PromptRows, SpanRows, proposed_tokens
 from hetero_worker.runners.model_state import ServingCache
 from hetero_worker.runners.plan_check import num_decode_rows
+from hetero_worker.runners.prediction_head import PredictionHead, StatePlace, TokenStates
 from hetero_worker.runners.slots import ExpectedTokens, draw_of, pending_token
 from hetero_worker.runners.step_parts import DeviceTokenInputs
 from hetero_worker.runners.step_times import StepTimes
@@ -61,6 +62,8 @@ class StepContext:
     """The cache's inputs, where a step may begin before the one before is finished."""
     draft: DraftModel | None = None
     """Of rank 0, if it has one."""
+    tells_states: bool = False
+    """Whether the draft model is a prediction head, which needs the states of tokens."""
 
 
 def synchronous_because(request: LoadRequest) -> str:
@@ -123,6 +126,7 @@ class RunningStep:
         self._draws: _Draws | None = None
         self._prompts: list[ranks_pb2.PromptSpanLogprobs] = []
         self._pooled: list[ranks_pb2.PooledSpan] = []
+        self._states: TokenStates | None = None
         self._busy_s = 0.0
 
     # --- beginning --------------------------------------------------------------------------------------
@@ -142,6 +146,7 @@ class RunningStep:
             states = self._pass()
             self._prompts = [_prompt_span(prompt, states.hidden, context) for prompt in batch.prompts]
             self._pooled = _pooled_spans(batch.pooled, states.hidden, context)
+            self._states = _token_states(self._plan, batch, states.hidden, context)
             draw_slots = batch.draw_slots.tolist()
             logits = states.logits_of(context.decoder, len(draw_slots)) if draw_slots else None
             self._advance()
@@ -184,7 +189,7 @@ class RunningStep:
         draws = self._draws
         if self._context.inputs is None or draws is None or draws.device_tokens is None:
             return False
-        if self._plan.proposals or self._plan.draft_slots:
+        if self._plan.proposals or self._plan.draft_slots or self._states is not None:
             return False
         return all(row.num_logprobs is None for row in draws.rows)
 
@@ -264,7 +269,7 @@ class RunningStep:
     def _output(self) -> StepOutput:
         draws, context = self._draws, self._context
         if draws is None:
-            return StepOutput(prompt_logprobs=self._prompts, pooled=self._pooled)
+            return StepOutput(prompt_logprobs=self._prompts, pooled=self._pooled, drafts=self._drafts())
         with torch.inference_mode():
             sampled = context.sample(
                 draws.logits,
@@ -292,10 +297,12 @@ class RunningStep:
 
     def _drafts(self) -> Sequence[ranks_pb2.Proposal]:
         """Let the draft model propose what follows the step's tokens."""
-        plan, context = self._plan, self._context
-        if context.draft is None or not plan.draft_slots:
+        plan, draft, slots = self._plan, self._context.draft, self._context.cache.slots
+        if isinstance(draft, PredictionHead) and self._states is not None:
+            draft.read(slots, self._states)
+        if draft is None or not plan.draft_slots:
             return ()
-        return context.draft.propose(context.cache.slots, plan.draft_slots, plan.num_drafts)
+        return draft.propose(slots, plan.draft_slots, plan.num_drafts)
 
     def _accept(self, draws: _Draws, sampled: SampledRows) -> StepOutput:
         """Give each slot its draws up to the first that differs from what was proposed in its place."""
@@ -363,17 +370,14 @@ def _prompt_span(prompt: PromptRows, hidden: torch.Tensor, context: StepContext)
     return ranks_pb2.PromptSpanLogprobs(slot=prompt.slot, begin=prompt.begin, positions=positions)
 
 
-def _pooled_spans(
-    pooled: Sequence[PooledRows], hidden: torch.Tensor, context: StepContext
-) -> list[ranks_pb2.PooledSpan]:
+def _pooled_spans(pooled: Sequence[SpanRows], hidden: torch.Tensor, context: StepContext) -> list[ranks_pb2.PooledSpan]:
     """Return the sums of the rows' hidden states behind the last norm, on rank 0; on other ranks they may be zero.
 
     The first rank with a part of the output head has the hidden states; if that is another, it sends rank 0 the sums.
     """
     if not pooled:
         return []
-    exchange = context.exchange
-    owner = next(rank for rank, rows in enumerate(context.head_ranges) if rows.size)
+    exchange, owner = context.exchange, _first_of_head(context)
     sums = torch.zeros(len(pooled), hidden.shape[1], dtype=torch.float32)
     if exchange.rank == owner:
         for index, rows in enumerate(pooled):
@@ -385,3 +389,36 @@ def _pooled_spans(
         ranks_pb2.PooledSpan(slot=rows.slot, num_tokens=rows.num_rows, sums=each)
         for rows, each in zip(pooled, sums.tolist(), strict=True)
     ]
+
+
+def _token_states(
+    plan: ranks_pb2.StepPlan, batch: InputBatch, hidden: torch.Tensor, context: StepContext
+) -> TokenStates | None:
+    """Return states behind the last norm for rank 0's prediction head: of spans, and of decodes to draft behind.
+
+    As with `_pooled_spans`, another rank may have to send them. None on other ranks, and where nobody needs them.
+    """
+    if not context.tells_states or not (batch.told or plan.draft_slots):
+        return None
+    exchange, owner = context.exchange, _first_of_head(context)
+    rows = hidden[: batch.told[-1].first_row + batch.told[-1].num_rows if batch.told else len(batch.draw_slots)]
+    if exchange.rank == owner:
+        rows = context.decoder.normed(rows)
+    if owner != 0:
+        there = rows.to(HOST).contiguous()
+        exchange.broadcast(there, owner)
+        rows = to_device(there, rows.device)
+    if exchange.rank != 0:
+        return None
+    computed = context.cache.slots.counts.num_computed
+    proposed, decodes, first = proposed_tokens(plan), dict[int, StatePlace](), 0
+    for slot in plan.decode_slots:
+        decodes[slot] = StatePlace(int(computed[slot]), first, 1 + len(proposed.get(slot, ())))
+        first += decodes[slot].num_rows
+    spans = {span.slot: StatePlace(int(computed[span.slot]), span.first_row, span.num_rows) for span in batch.told}
+    return TokenStates(rows, decodes, spans)
+
+
+def _first_of_head(context: StepContext) -> int:
+    """Return the first rank with a part of the output head."""
+    return next(rank for rank, rows in enumerate(context.head_ranges) if rows.size)

@@ -140,6 +140,7 @@ def empty_decoder(request: LoadRequest, backend: DeviceBackend) -> Decoder:
         lends_at_once=backend.computes_beside_copies,
         ops=backend.fused_ops(batch_invariant=request.batch_invariant),
         expert_deferral=request.expert_deferral,
+        borrows_vocabulary=request.borrows_vocabulary,
     )
 
 
@@ -241,5 +242,5 @@ def _check_files(request: LoadRequest) -> None:
 
 
 def _identity(request: LoadRequest) -> tuple[object, ...]:
-    modes = request.batch_invariant, request.expert_deferral
+    modes = request.batch_invariant, request.expert_deferral, request.borrows_vocabulary
     return (request.directory, request.config, request.dtype, request.shard_plan, request.rank, modes)

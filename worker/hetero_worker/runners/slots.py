@@ -220,10 +220,13 @@ class SlotTable:
         for i in kept:
             expected.samplings[i].settle(token_ids[i])
 
-    def mirror(self, other: SlotTable, slot: int, *, num_tokens: int, num_computed: int) -> None:
-        """Take over so many tokens of another table's slot, and its blocks; nothing is known of how it is drawn."""
-        self.token_ids[slot, :num_tokens] = other.token_ids[slot, :num_tokens]
-        self.last_tokens[slot] = other.token_ids[slot, num_tokens - 1]
+    def mirror(self, other: SlotTable, slot: int, *, num_tokens: int, num_computed: int, skipped: int = 0) -> None:
+        """Take over so many tokens of another table's slot, without the `skipped` first ones, and its blocks.
+
+        Nothing is known of how it is drawn.
+        """
+        self.token_ids[slot, :num_tokens] = other.token_ids[slot, skipped : skipped + num_tokens]
+        self.last_tokens[slot] = other.token_ids[slot, skipped + num_tokens - 1]
         self.block_tables[slot] = other.block_tables[slot]
         num_blocks = int(other.counts.num_blocks[slot])
         self.counts.set(slot, num_tokens=num_tokens, num_computed=num_computed, num_blocks=num_blocks)

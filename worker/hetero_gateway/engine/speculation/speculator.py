@@ -13,9 +13,10 @@ As many tokens are proposed as promise the most tokens per second by these numbe
 acceptance makes improbable. With `only_if_faster` (Auto) none are proposed unless that is `MARGIN` times the tokens per
 second of steps that overlap. With more than `MOST_COMPLETIONS` nothing is looked up: each row costs arithmetic then.
 
-A draft model's guesses are not free: rank 0 computes them behind a step's draws. So what is chosen by these numbers is
-how many tokens to draft behind a step; what was drafted is proposed. A new completion is expected to be as easy as the
-last ones, and where nothing was drafted for `RETRY_STEPS`, all that was learned is forgotten.
+Guesses of a draft model or a prediction head are not free: rank 0 computes them behind a step's draws. So what is
+chosen by these numbers is how many tokens to draft behind a step; what was drafted is proposed. A new completion is
+expected to be as easy as the last ones, and where nothing was drafted for `RETRY_STEPS`, all that was learned is
+forgotten.
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ class Speculator:
         """Return the config in force and what has come of it, for a person; "" without a config."""
         if self._config is None:
             return ""
-        source = "NGram" if self._drafts is None else "Draft"
+        source = "NGram" if self._drafts is None else "MTP" if self._config.has_head else "Draft"
         return f"{f'Auto ({source})' if self._config.only_if_faster else source}, {self._came.describe()}"
 
     def begin_epoch(self) -> None:
