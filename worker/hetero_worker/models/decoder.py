@@ -136,9 +136,11 @@ class Decoder:
     def weight_bytes(self, kernel: LinearKernel) -> int:
         """Return the most bytes that the loaded weights take, rotary tables included."""
         count = sum(layer.weight_bytes(self._dtype, kernel) for layer in self._layers)
-        vocabulary = () if self._borrows_vocabulary else (self._embedding, self._head)
-        beside = *vocabulary, self._layer_embedding, self._layer_inputs, self._joined
+        beside = self._layer_embedding, self._layer_inputs, self._joined
         count += sum(part.weight_bytes(self._dtype, kernel) for part in beside if part is not None)
+        if not self._borrows_vocabulary:
+            vocabulary = self._embedding, self._head
+            count += sum(part.weight_bytes(self._dtype, kernel) for part in vocabulary if part is not None)
         if self._head is not None:
             count += self._norm.weight_bytes(self._dtype)
         return count + self._rotary.num_bytes

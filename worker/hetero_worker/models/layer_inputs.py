@@ -42,7 +42,8 @@ class _NormedLinear:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors of the loaded weights, except those that a kernel has packed."""
-        return tuple(tensor for part in (*self._norms, *self._linears) for tensor in part.tensors)
+        norms = (tensor for norm in self._norms for tensor in norm.tensors)
+        return *norms, *(tensor for linear in self._linears for tensor in linear.tensors)
 
     def load(
         self, checkpoint: Checkpoint, *, dtype: torch.dtype, kernel: LinearKernel, device: torch.device = HOST
