@@ -112,7 +112,7 @@ def differences(logits: list[torch.Tensor], expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("layout", ["one", "stages", "GPU and CPU"])
 def test_drafts_are_those_of_the_formula(tmp_path: Path, variant: str, layout: str) -> None:
     """Behind a prompt in chunks, behind tokens that were accepted, and behind tokens of its own."""
-    changes = {"mlp_layer_types": ["dense", *["sparse"] * LAYERS]} if variant == "glm4-moe-lite" else {}
+    changes: dict[str, Any] = {"mlp_layer_types": ["dense", *["sparse"] * LAYERS]} if variant == "glm4-moe-lite" else {}
     headed = save_with_head(variant, tmp_path, **changes)
     if changes:
         edit_config(tmp_path, mlp_layer_types=changes["mlp_layer_types"][:LAYERS])
