@@ -139,8 +139,8 @@ def test_steps_with_adapters_are_recorded_beside_those_without(
     for step, recorded in cache.forward._bound.passes.values():
         segments: Any = () if recorded is None else recorded.parts
         numbers[step.adapters is not None] = sum(len(part.recorded.ops) for part in segments)
-    linears = 4 * 3  # of three layers
-    assert numbers[True] == numbers[False] + linears
+    linears, gates = 4 * 3, 3  # of three layers; without adapters a layer's gates are one operation with their product
+    assert numbers[True] == numbers[False] + linears + gates
     expected = adapters[0].logits(builder.sequences[2].tokens)
     greedy = expected.argmax(1).tolist()[len(PROMPT) - 1 : -1]
     assert builder.sequences[2].tokens[len(PROMPT) :] == greedy

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares
 from tests.support.tiny_checkpoints import NUM_EXPERTS, TinyCheckpoint, save_tiny
+from tests.unit.worker_model.test_expert_commands import move
 
 pytestmark = pytest.mark.unit
 
@@ -110,14 +110,9 @@ def test_experts_move_between_a_rank_and_the_slices_of_others(
     orders = [(4, 1, 0, 2, 3, 5) if layer in layers else () for layer in range(group.plan.num_layers)]
     plan = replace(group.plan, expert_orders=tuple(orders))
     builder = PlanBuilder(group)
-    reports = [output.report for output in builder.command(place(plan)).outputs]
-    assert [report.problem for report in reports if report is not None] == ["", "", ""]
+    assert len(move(group, builder, plan)) == 3
     assert set(plan.experts_of(0, layers[0])) == {1, 4}
     assert set(plan.experts_of(1, layers[0])) == set(range(NUM_EXPERTS)) - {1, 4}
     logits, tokens = completed(builder)
     expected = checkpoint.logits(tokens[:-1])[-len(logits) :]
     assert (torch.stack(logits) - expected).abs().max() <= TOLERANCE
-
-
-def place(plan: ShardPlan) -> ranks_pb2.GroupCommand:
-    return ranks_pb2.GroupCommand(place_experts=ranks_pb2.PlaceExperts(shard_plan=plan.to_proto()))

@@ -325,7 +325,7 @@ def test_a_decoder_that_needs_torch_says_so_and_goes_on(
     checkpoints: dict[str, TinyCheckpoint], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No decoder does; here torch takes over an operator."""
-    monkeypatch.setattr(NativeOps, "gated", lambda _, *given: PLAIN_OPS.gated(*given))
+    monkeypatch.setattr(NativeOps, "add_rms_norm", lambda _, *given: PLAIN_OPS.add_rms_norm(*given))
     with caplog.at_level("INFO"):
         recorded = told(RankGroup(checkpoints["qwen3"].directory, ONE))
     assert [message for message in recordings(caplog) if "operator by operator: torch computes" in message]

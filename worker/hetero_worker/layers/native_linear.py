@@ -30,6 +30,7 @@ from hetero_worker.layers.linear_kernels import (
     PackedMlp,
     PackedWeight,
 )
+from hetero_worker.layers.native_ops import NativeOps
 from hetero_worker.memory.huge_pages import empty_on_huge_pages
 from hetero_worker.native.compute_library import (
     ACTIVATIONS,
@@ -321,14 +322,11 @@ class NativeWeight(PackedWeight):
         return self._multiply(x, None, torch.float32)
 
     def gated(
-        self,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        /,
-        activation: Activation,
-        ops: FusedOps,  # noqa: ARG002
+        self, x: torch.Tensor, bias: torch.Tensor | None, /, activation: Activation, ops: FusedOps
     ) -> torch.Tensor:
-        """See `PackedWeight.gated`: one operation, whatever `ops`."""
+        """See `PackedWeight.gated`: one operation, if both are native."""
+        if not isinstance(ops, NativeOps):
+            return super().gated(x, bias, activation, ops)
         x = _with_rows_together(x)
         product, gate_up = self._product(x, bias, self._dtype)
         rows, columns = len(x), self.shape[0] // 2
