@@ -52,9 +52,7 @@ def told_by(module: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize(
-    "capability", [pytest.param(80, marks=pytest.mark.extended), 90, pytest.param(100, marks=pytest.mark.extended)]
-)
+@pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("model", ["qwen3-8b", "gpt-oss-20b", "gemma-2-9b", "qwen3-next-80b-a3b", "deepseek-v3"])
 def test_machine_code_keeps_to_registers_and_loads_ahead(model: str, capability: int, tmp_path: Path) -> None:
     kernels = told_by("codegen", tmp_path, str(capability), model)

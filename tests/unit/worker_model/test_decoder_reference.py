@@ -82,7 +82,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyCheck
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("layout", ["one rank", "5:2:1:0"])
+@pytest.mark.parametrize("layout", [pytest.param("one rank", marks=pytest.mark.extended), "5:2:1:0"])
 def test_logits_equal_the_reference_for_every_variant(
     checkpoints: dict[str, TinyCheckpoint], variant: str, layout: str
 ) -> None:
