@@ -389,8 +389,7 @@ def until_refused(builder: PlanBuilder, plan: ShardPlan) -> list[ranks_pb2.Comma
     """Ask until not all ranks can read; their reports."""
     deadline_s = time.monotonic() + 60
     reports = order(builder, place(plan, ahead=True))
-    while all(report.done for report in reports):
-        assert any(report.is_reading for report in reports)
+    while all(report.done for report in reports):  # a rank may have failed since it looked, and tells it next time
         assert time.monotonic() < deadline_s
         reports = order(builder, place(plan, ahead=True))
     assert not any(report.done for report in reports)
