@@ -57,7 +57,7 @@ def _as_quantized(checkpoint: TinyCheckpoint, quantization: str) -> TinyCheckpoi
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", [pytest.param("int8", marks=pytest.mark.extended), "int4"])
 def test_logits_are_those_of_the_quantised_numbers_on_every_layout(
     checkpoints: dict[str, TinyCheckpoint],
     variant: str,
