@@ -28,13 +28,18 @@ from tests.support.prediction_heads import LAYERS, HeadedCheckpoint, save_with_h
 from tests.support.rank_group import LogitsRecorder, PlanBuilder, RankGroup, Shares
 from tests.support.tape import TapeBackend
 from tests.support.tiny_checkpoints import VOCAB_SIZE, edit_config
-from tests.unit.worker_model.test_proposals import repeating, serve
+from tests.unit.worker_model.test_proposals import (
+    ONE,
+    THREE,
+    TWO,
+    every_kind_of_draw,
+    prompts_with_drafts,
+    repeating,
+    serve,
+)
 
 pytestmark = pytest.mark.unit
 
-ONE = Shares(kv_heads=((8,),), mlp_columns=((50,),), vocab_rows=(200,), experts=((6,),))
-TWO = Shares(kv_heads=((5, 3),), mlp_columns=((17, 33),), vocab_rows=(64, 136), experts=((1, 5),))
-THREE = Shares(kv_heads=((4, 2, 2),), mlp_columns=((17, 16, 17),), vocab_rows=(64, 0, 136), experts=((1, 2, 3),))
 STAGES = Shares(
     kv_heads=((8, 0), (0, 8)), mlp_columns=((50, 0), (0, 50)), vocab_rows=(0, 200), experts=((6, 0), (0, 6))
 )
@@ -188,40 +193,22 @@ def test_what_came_while_nothing_was_drafted_is_read_without_states(random_head:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("temperature", [0.0, 0.6], ids=["greedy", "seeded"])
 def test_two_hundred_prompts(saved: Mapping[str, Path], model: str, layout: str, temperature: float) -> None:
-    prompts(200, saved[model], layout, temperature)
+    assert_fewer_steps(200, saved[model], layout, temperature)
 
 
 @pytest.mark.parametrize("layout", ["one", "two", "stages", "GPU and CPU"])
 def test_tokens_are_those_without_a_head(saved: Mapping[str, Path], layout: str) -> None:
-    prompts(20, saved["glm4-moe"], layout, 0.6)
+    assert_fewer_steps(20, saved["glm4-moe"], layout, 0.6)
 
 
-def prompts(number: int, model: Path, layout: str, temperature: float) -> None:
-    shares, options = LAYOUTS[layout]
-    asked = [repeating(number, temperature=temperature) for number in range(number)]
-    expected, plain = serve(RankGroup(model, shares, keeps_logits=False, **options), asked)
-    group = RankGroup(model, shares, keeps_logits=False, has_prediction_head=True, **options)
-    told, proposing = serve(group, asked, Speculator(DRAFTING))
-    assert told == expected
-    proposed, accepted = proposing.token_ids
-    assert 0 < accepted < proposed
-    assert proposing.step_id < plain.step_id
+def assert_fewer_steps(number: int, model: Path, layout: str, temperature: float) -> None:
+    plain, proposing = prompts_with_drafts(number, model, LAYOUTS[layout], temperature, has_prediction_head=True)
+    assert proposing < plain
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_kind_of_draw(saved: Mapping[str, Path], layout: str) -> None:
-    """Common prefixes, prompts in chunks, preemption, several completions of a prompt, penalties, biases."""
-    shares, options = LAYOUTS[layout]
-    asked = random_requests(3, 14, vocabulary=VOCAB_SIZE)
-    expected, _ = serve(RankGroup(saved["deepseek-v3"], shares, keeps_logits=False, num_blocks=40, **options), asked)
-    group = RankGroup(
-        saved["deepseek-v3"], shares, keeps_logits=False, num_blocks=40, has_prediction_head=True, **options
-    )
-    told, proposing = serve(group, asked, Speculator(DRAFTING))
-    assert told == expected
-    assert proposing.token_ids[1] > 0
-    again, _ = serve(group, asked, Speculator(DRAFTING))
-    assert again == expected
+    every_kind_of_draw(saved["deepseek-v3"], LAYOUTS[layout], has_prediction_head=True)
 
 
 def test_a_head_that_agrees_is_often_right(saved: Mapping[str, Path]) -> None:

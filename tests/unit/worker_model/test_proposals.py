@@ -186,32 +186,40 @@ DRAFTING = SpeculationConfig(max_tokens=5, drafts=True)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("temperature", [0.0, 0.6], ids=["greedy", "seeded"])
 def test_two_hundred_prompts_with_a_draft_model(qwen3: Path, smaller: Path, layout: str, temperature: float) -> None:
-    prompts_with_a_draft_model(200, qwen3, smaller, layout, temperature)
+    prompts_with_drafts(200, qwen3, LAYOUTS[layout], temperature, draft=smaller)
 
 
 @pytest.mark.parametrize("layout", ["one", "two", "GPU and CPU"])
 def test_prompts_with_a_draft_model(qwen3: Path, smaller: Path, layout: str) -> None:
-    prompts_with_a_draft_model(20, qwen3, smaller, layout, 0.6)
+    prompts_with_drafts(20, qwen3, LAYOUTS[layout], 0.6, draft=smaller)
 
 
-def prompts_with_a_draft_model(number: int, model: Path, draft: Path, layout: str, temperature: float) -> None:
-    shares, options = LAYOUTS[layout]
+def prompts_with_drafts(
+    number: int, model: Path, layout: tuple[Shares, Mapping[str, Any]], temperature: float, **drafting: Any
+) -> tuple[int, int]:
+    """Serve prompts without drafts and with them, to the same tokens; the number of steps of each."""
+    shares, options = layout
     asked = [repeating(number, temperature=temperature) for number in range(number)]
-    expected, _ = serve(RankGroup(model, shares, keeps_logits=False, **options), asked)
-    group = RankGroup(model, shares, keeps_logits=False, draft=draft, **options)
+    expected, plain = serve(RankGroup(model, shares, keeps_logits=False, **options), asked)
+    group = RankGroup(model, shares, keeps_logits=False, **drafting, **options)
     told, proposing = serve(group, asked, Speculator(DRAFTING))
     assert told == expected
     proposed, accepted = proposing.token_ids
     assert 0 < accepted < proposed
+    return plain.step_id, proposing.step_id
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_draft_model_serves_every_kind_of_draw(qwen3: Path, smaller: Path, layout: str) -> None:
+    every_kind_of_draw(qwen3, LAYOUTS[layout], draft=smaller)
+
+
+def every_kind_of_draw(model: Path, layout: tuple[Shares, Mapping[str, Any]], **drafting: Any) -> None:
     """Common prefixes, prompts in chunks, preemption, several completions of a prompt, penalties, biases."""
-    shares, options = LAYOUTS[layout]
+    shares, options = layout
     asked = random_requests(3, 14, vocabulary=VOCAB_SIZE)
-    expected, _ = serve(RankGroup(qwen3, shares, keeps_logits=False, num_blocks=40, **options), asked)
-    group = RankGroup(qwen3, shares, keeps_logits=False, num_blocks=40, draft=smaller, **options)
+    expected, _ = serve(RankGroup(model, shares, keeps_logits=False, num_blocks=40, **options), asked)
+    group = RankGroup(model, shares, keeps_logits=False, num_blocks=40, **drafting, **options)
     told, proposing = serve(group, asked, Speculator(DRAFTING))
     assert told == expected
     assert proposing.token_ids[1] > 0

@@ -42,7 +42,6 @@ from hetero_worker.native.compute_library import (
     embed_op,
     experts_op,
     ffi,
-    gated_op,
     heads_op,
     linear_op,
     pack_op,
@@ -329,13 +328,7 @@ class NativeWeight(PackedWeight):
             return super().gated(x, bias, activation, ops)
         x = _with_rows_together(x)
         product, gate_up = self._product(x, bias, self._dtype)
-        rows, columns = len(x), self.shape[0] // 2
-        y = self._op_queue.empty(rows, columns, dtype=self._dtype)
-        given = (FORMATS[self._dtype], ACTIVATIONS[activation], columns, gate_up.data_ptr(), y.data_ptr())
-        op = gated_op(rows, *given, SWIGLU_ALPHA, SWIGLU_LIMIT)
-        op.product = address_of(product)
-        self._op_queue.submit(op, product, self, bias)
-        return y
+        return ops.gated_product(product, gate_up, activation, self, bias)
 
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, y_type: torch.dtype) -> torch.Tensor:
         x = _with_rows_together(x)

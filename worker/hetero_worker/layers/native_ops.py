@@ -7,7 +7,7 @@ of logits has no kernel: torch computes it, and it is not recorded.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -95,15 +95,28 @@ class NativeOps:
 
     def gated(self, gate_up: torch.Tensor, activation: Activation, up: torch.Tensor | None = None) -> torch.Tensor:
         """See `FusedOps.gated`. Raises ValueError for an `up` of another type, or whose elements lie apart."""
-        (rows, width), dtype = gate_up.shape, gate_up.dtype
-        columns = width // 2 if up is None else width
-        out = self._op_queue.empty(rows, columns, dtype=dtype)
-        given = (FORMATS[dtype], ACTIVATIONS[activation], columns, _address(gate_up, dtype))
-        op = gated_op(rows, *given, out.data_ptr(), SWIGLU_ALPHA, SWIGLU_LIMIT)
+        op, out = self._gated_op(gate_up, activation, gate_up.shape[1] // 2 if up is None else gate_up.shape[1])
         if up is not None:
-            op.up, op.up_stride = _address_of_rows(up, dtype), up.stride(0)
+            op.up, op.up_stride = _address_of_rows(up, gate_up.dtype), up.stride(0)
         self._op_queue.submit(op)
         return out
+
+    def gated_product(self, product: Any, gate_up: torch.Tensor, activation: Activation, *kept: object) -> torch.Tensor:
+        """Return `gated` of what an hc_linear_op that was not submitted writes to `gate_up` [rows, gate | up].
+
+        The product may leave `gate_up` as it was. `kept`: everything that it points at, as in `OpQueue.submit`.
+        """
+        op, out = self._gated_op(gate_up, activation, gate_up.shape[1] // 2)
+        op.product = address_of(product)
+        self._op_queue.submit(op, product, *kept)
+        return out
+
+    def _gated_op(self, gate_up: torch.Tensor, activation: Activation, columns: int) -> tuple[Any, torch.Tensor]:
+        """Return an operation, and the tensor [rows, columns] that it writes."""
+        rows, dtype = len(gate_up), gate_up.dtype
+        out = self._op_queue.empty(rows, columns, dtype=dtype)
+        given = (FORMATS[dtype], ACTIVATIONS[activation], columns, _address(gate_up, dtype))
+        return gated_op(rows, *given, out.data_ptr(), SWIGLU_ALPHA, SWIGLU_LIMIT), out
 
     def beside(self, first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor:
         """See `FusedOps.beside`. Raises ValueError if both are None."""

@@ -68,8 +68,9 @@ typedef struct {
 static hc_batch batch_of(const hc_rows *rows, const hc_part *part) {
     uint64_t step_bytes = 2 * rows->terms * HC_TERM_BYTES, all = part->behind_tiles - part->first_tile;
     uint64_t most = X_BYTES / (step_bytes * rows->steps), enough = rows->terms == 1 ? 8 : 4;
-    if (all <= most || most >= enough || all == 1) {
-        uint64_t parts = all <= most || all == 1 ? 1 : (all + most - 1) / most;
+    most = most ? most : 1;
+    if (all <= most || most >= enough) { /* all inputs at a time, of rows as even as can be */
+        uint64_t parts = (all + most - 1) / most;
         return (hc_batch){(all + parts - 1) / parts, rows->steps, UINT64_MAX};
     }
     uint64_t high = all < enough ? all : enough, steps = X_BYTES / (step_bytes * high);
