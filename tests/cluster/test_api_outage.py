@@ -29,7 +29,11 @@ def test_the_operator_outlives_its_api_server(
     start_control_plane: StartControlPlane, with_signal: signal.Signals, outage_s: float
 ) -> None:
     plane = start_control_plane()
-    with plane.cluster.client() as client, Scene.of(plane.cluster, client) as scene, scene.operator() as operator:
+    with (
+        plane.cluster.client() as client,
+        Scene.of(plane.cluster, client, shared=False) as scene,
+        scene.operator() as operator,
+    ):
         pid = operator.pid
         scene.apply("before")
         scene.apply("leaves")

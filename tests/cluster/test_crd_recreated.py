@@ -14,7 +14,11 @@ NAME = "heteroinferences.heteroinference.io"
 @pytest.mark.slow
 def test_the_operator_outlives_its_own_definition(start_control_plane: StartControlPlane) -> None:
     plane = start_control_plane()
-    with plane.cluster.client() as client, Scene.of(plane.cluster, client) as scene, scene.operator() as operator:
+    with (
+        plane.cluster.client() as client,
+        Scene.of(plane.cluster, client, shared=False) as scene,
+        scene.operator() as operator,
+    ):
         pid = operator.pid
         scene.apply("before")
         scene.owned.wait_settled("before")

@@ -29,7 +29,11 @@ HEADROOM: Final = 2000
 @pytest.mark.slow
 def test_a_thousand_large_objects_with_our_label_hold_up_nobody(start_control_plane: StartControlPlane) -> None:
     plane = start_control_plane()
-    with plane.cluster.client() as client, Scene.of(plane.cluster, client) as scene, scene.operator() as operator:
+    with (
+        plane.cluster.client() as client,
+        Scene.of(plane.cluster, client, shared=False) as scene,
+        scene.operator() as operator,
+    ):
         victim = scene.apply("victim")
         scene.apply("bystander")
         scene.owned.wait_settled("victim", "bystander")

@@ -62,7 +62,7 @@ def scene(start_control_plane: StartControlPlane) -> Iterator[Scene]:
         client.create(
             {"apiVersion": runtime, "kind": "RuntimeClass", "metadata": {"name": "nvidia"}, "handler": "nvidia"}
         )
-        yield stack.enter_context(Scene.of(plane.cluster, client))
+        yield stack.enter_context(Scene.of(plane.cluster, client, shared=False))
 
 
 @pytest.mark.slow

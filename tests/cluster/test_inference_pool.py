@@ -40,7 +40,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory, binaries: Binaries) -> Itera
 @pytest.fixture
 def scene(plane: ControlPlane) -> Iterator[Scene]:
     """A namespace of a cluster that has no InferencePools yet."""
-    with plane.cluster.client() as client, Scene.of(plane.cluster, client) as scene:
+    with plane.cluster.client() as client, Scene.of(plane.cluster, client, shared=False) as scene:
         yield scene
         client.delete("CustomResourceDefinition", DEFINITION)
         client.wait_gone("CustomResourceDefinition", DEFINITION)

@@ -54,14 +54,15 @@ class Scene:
 
     @classmethod
     @contextmanager
-    def of(cls, cluster: Cluster, client: Client) -> Iterator[Scene]:
-        """A new namespace of a cluster, which ends with the scene."""
+    def of(cls, cluster: Cluster, client: Client, *, shared: bool = True) -> Iterator[Scene]:
+        """A new namespace of a cluster. On a `shared` one it ends with the scene; one of the test's own ends itself."""
         namespace = cluster.create_namespace(client)
         try:
             with operators_of(client, namespace) as group:
                 yield cls(cluster, client, namespace, OwnedObjects(client, namespace), group)
         finally:
-            discard_namespace(client, namespace, [KIND])
+            if shared:
+                discard_namespace(client, namespace, [KIND])
 
     def user(self, replica: str = "operator") -> str:
         """The name that the API server knows a replica by."""
