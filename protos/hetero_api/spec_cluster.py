@@ -318,7 +318,9 @@ class DisruptionBudgetSpec(SpecModel):
     """Protection from voluntary evictions."""
 
     enabled: bool = False
-    """Make a PodDisruptionBudget that allows no rank to be evicted. It also keeps nodes from being drained."""
+    """Make a PodDisruptionBudget for each replica, which lets its pods be evicted while all other replicas serve. One
+    that is alone is never evicted, which keeps its nodes from being drained. A router's pods go one at a time.
+    """
 
 
 class PodMetadataSpec(SpecModel):

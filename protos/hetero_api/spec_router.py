@@ -103,6 +103,11 @@ class RouterSpec(SpecModel):
     """
     port: Annotated[int, Field(ge=1, le=65535)] = HTTP_PORT
     """Port of the Service NAME-router. Of SMG."""
+    replicas: Annotated[int, Field(ge=1, le=64)] = 2
+    """Pods of the router, on different nodes where there are such. With two or more callers go on through another when
+    one is lost or its node is drained. Each caller's address stays with one pod, which alone remembers the Responses
+    that it gave; 1 where callers come through a proxy and go on from a Response by its id. Of SMG.
+    """
     resources: ResourcesSpec = ResourcesSpec()
     """Resources of the router's container. Of SMG."""
     keys_secret_ref: RouterKeysRef | None = None

@@ -332,6 +332,7 @@ CHANGES: Final[Mapping[str, Change]] = {
     "router.policy": Change("LeastLoad", NOTHING, _ROUTED, more=_ROUTER),
     "router.cacheIsolation": Change("Shared", GATEWAY, _ROUTED),
     "router.port": Change(443, NOTHING, _ROUTED, more={"Service/NAME-router": "changed"}),
+    "router.replicas": Change(3, NOTHING, _ROUTED, more=_ROUTER),
     "router.resources.cpuMillis": Change(500, NOTHING, _ROUTED, more=_ROUTER),
     "router.resources.memory": Change("1Gi", NOTHING, _ROUTED, more=_ROUTER),
     "router.keysSecretRef.name": Change("two", NOTHING, _ROUTER_KEYS, more=_ROUTER),

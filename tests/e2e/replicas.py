@@ -42,7 +42,7 @@ def save_ascii_model(folder: Path) -> Path:
 
 
 def manifest(site: Site, replicas: int, *, routed: bool = True) -> Object:
-    """One rank a replica, which fits a node of two cores beside the gateways of two, the router and the operator."""
+    """One rank a replica, which fits a node of two cores beside the gateways of two, a router and the operator."""
     cpu = {"coresPerRank": 1, "memoryPerRank": "1Gi", "numa": {"policy": "BestEffort"}}
     return cpu_manifest(
         site,

@@ -70,6 +70,7 @@ ASKED_FOR: Final = (
     Key("PodDisruptionBudget", "x-ranks"),
     Key("PodMonitor", "x"),
     Key("PodGroup", "x"),
+    Key("PodDisruptionBudget", "x-router"),
     Key("Deployment", "x-router"),
     Key("Service", "x-router"),
     Key("ServiceAccount", "x-router"),

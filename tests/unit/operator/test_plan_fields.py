@@ -44,6 +44,7 @@ LIVE_CHANGES: Final[Mapping[str, set[str]]] = {
     "images.router": {"Deployment/everything-router"},
     "router.policy": {"Deployment/everything-router"},
     "router.port": {"Service/everything-router"},
+    "router.replicas": {"Deployment/everything-router"},
     "router.resources.cpuMillis": {"Deployment/everything-router"},
     "router.resources.memory": {"Deployment/everything-router"},
     "router.keysSecretRef.name": {"Deployment/everything-router"},

@@ -175,11 +175,33 @@ def test_it_stays_while_replicas_make_way_and_stops_with_the_last() -> None:
         scene.world.act(todo)
         scene.move()
         replicas.append(found(scene, "Deployment")["spec"]["replicas"])
-    assert set(replicas) == {1}
+    assert set(replicas) == {2}
     for fields in ({"replicas": 0}, {"replicas": 2, "suspend": True}):
         scene.change(**fields)
         scene.settle()
         assert found(scene, "Deployment")["spec"]["replicas"] == 0
+
+
+def test_its_two_pods_are_kept_apart_and_evicted_one_at_a_time() -> None:
+    scene = ReplicaScene.of(1, router=SMG, disruptionBudget={"enabled": True})
+    spec = found(scene, "Deployment")["spec"]
+    assert spec["replicas"] == 2
+    own = {LABEL_ROUTER: "x"}
+    [apart] = spec["template"]["spec"]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert apart["podAffinityTerm"] == {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": own}}
+    budget = found(scene, "PodDisruptionBudget")["spec"]
+    assert budget == {"maxUnavailable": 1, "selector": {"matchLabels": own}}
+    template = spec["template"]
+    scene.change(router={**SMG, "replicas": 1}, disruptionBudget={})
+    scene.settle()
+    assert (found(scene, "Deployment")["spec"]["replicas"], found(scene, "Deployment")["spec"]["template"]) == (
+        1, template,
+    )  # fmt: skip
+    assert "PodDisruptionBudget/x-router" not in objects(scene)
+
+
+def test_a_callers_address_stays_with_one_pod_which_remembers_its_responses() -> None:
+    assert found(ReplicaScene.of(1, router=SMG), "Service")["spec"]["sessionAffinity"] == "ClientIP"
 
 
 def test_callers_are_the_responders_while_nothing_serves() -> None:

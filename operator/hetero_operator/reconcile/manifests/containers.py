@@ -41,10 +41,17 @@ from hetero_api.spec_cluster import ResourcesSpec, SpreadPolicy, Toleration
 from hetero_api.spec_model import SecretKeyRef
 from hetero_api.spec_pools import PoolSpec, PoolType
 from hetero_operator.reconcile.manifests.optional_kinds import device_class, rank_scheduler
-from hetero_operator.reconcile.manifests.rendering import Rendering, group_selector, instance_selector, role_selector
+from hetero_operator.reconcile.manifests.rendering import (
+    Rendering,
+    group_selector,
+    instance_selector,
+    role_selector,
+    router_selector,
+)
 from hetero_operator.reconcile.model import RenderOptions
 
-_STARTUP_PERIOD_S: Final = 10
+_STARTUP_PERIOD_S: Final = 2
+"""A replica that rolls out waits for it, and the next replica for that one."""
 _PROBE_TIMEOUT_S: Final = 5
 _GATEWAY_STARTUP_S: Final = 300
 """A gateway only reads a tokenizer and opens its ports before /livez answers."""
@@ -59,6 +66,7 @@ _NODE_TAINTS: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unrea
 _NODE_TAINT_SECONDS: Final = 60
 """Kubernetes' own default is 300: too long for a group that stands still without the lost pod."""
 _FULL_WEIGHT: Final = 100
+_NODE: Final = "kubernetes.io/hostname"
 
 
 def pod_security(options: RenderOptions) -> dict[str, Any]:
@@ -328,6 +336,12 @@ def gateway_scheduling(spec: HeteroInferenceSpec) -> dict[str, Any]:
         node_selector=scheduling.node_selector,
         tolerations=scheduling.tolerations,
     )
+
+
+def router_scheduling(rendering: Rendering) -> dict[str, Any]:
+    """Return the scheduling fields of the router's pods: a gateway's, and aversion to one another's nodes."""
+    apart = _affinity(_NODE, {"matchLabels": router_selector(rendering)}, SpreadPolicy.PREFERRED)
+    return {**gateway_scheduling(rendering.spec), "affinity": {"podAntiAffinity": apart}}
 
 
 def _fields(

@@ -86,7 +86,8 @@ def router_services(rendering: Rendering, *, responds: bool) -> list[dict[str, A
     """Return the Service that clients dial, and that of the gateways' ports for the router."""
     selector = responder_selector(rendering) if responds else router_selector(rendering)
     port = {"name": "http", "port": rendering.spec.router.port, "protocol": "TCP", "targetPort": "http"}
-    door = {"type": "ClusterIP", "selector": selector, "ports": [port]}
+    # A Response is remembered by the pod that gave it, so a caller's address stays with one.
+    door = {"type": "ClusterIP", "selector": selector, "ports": [port], "sessionAffinity": "ClientIP"}
     gateways = role_selector(rendering, ROLE_GATEWAY)
     engines = _headless(gateways, {"router": ROUTER_PORT}, is_early=False)
     names = rendering.names

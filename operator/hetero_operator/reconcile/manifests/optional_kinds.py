@@ -20,11 +20,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from hetero_api.contract import HTTP_PORT, LABEL_NAME, LABEL_POOL, LABEL_REVISION, LABEL_ROLE, ROLE_GATEWAY, ROLE_RANK
+from hetero_api.contract import (
+    COMPONENT_ROUTER,
+    HTTP_PORT,
+    LABEL_NAME,
+    LABEL_POOL,
+    LABEL_REVISION,
+    LABEL_ROLE,
+    ROLE_GATEWAY,
+    ROLE_RANK,
+)
 from hetero_api.spec import HeteroInferenceSpec
 from hetero_api.spec_cluster import GangScheduler
 from hetero_api.spec_pools import PoolSpec
-from hetero_operator.reconcile.manifests.rendering import Rendering, group_selector, manifest, role_selector
+from hetero_operator.reconcile.manifests.rendering import (
+    Rendering,
+    group_selector,
+    manifest,
+    role_selector,
+    router_selector,
+)
 from hetero_operator.reconcile.model import Object
 from hetero_operator.reconcile.rank_sets import health_ports, num_rank_pods
 
@@ -128,14 +143,27 @@ def disruption_budgets(rendering: Rendering, *, others_serve: bool | None) -> li
 
     It lets pods go while all other replicas serve. The ranks of a replica that is alone (None) never go.
     """
-    kinds = [kind for kind in _BUDGET_KINDS if rendering.capabilities.has(*kind)]
-    if not rendering.spec.disruption_budget.enabled or not kinds:
-        return []
     selector = group_selector(rendering, ROLE_RANK)
     if others_serve is not None:
         del selector[LABEL_ROLE]
-    spec = {"maxUnavailable": _ALL_PODS if others_serve else 0, "selector": {"matchLabels": selector}}
-    return [manifest(rendering, kinds[0], rendering.names.ranks, component=ROLE_RANK, spec=spec)]
+    most = _ALL_PODS if others_serve else 0
+    return _budgets(rendering, rendering.names.ranks, component=ROLE_RANK, selector=selector, most=most)
+
+
+def router_budgets(rendering: Rendering) -> list[dict[str, Any]]:
+    """Return the budget of the router's pods, which go one at a time; none when the user wants none."""
+    selector = router_selector(rendering)
+    return _budgets(rendering, rendering.names.router, component=COMPONENT_ROUTER, selector=selector, most=1)
+
+
+def _budgets(
+    rendering: Rendering, name: str, *, component: str, selector: dict[str, str], most: int | str
+) -> list[dict[str, Any]]:
+    kinds = [kind for kind in _BUDGET_KINDS if rendering.capabilities.has(*kind)]
+    if not rendering.spec.disruption_budget.enabled or not kinds:
+        return []
+    spec = {"maxUnavailable": most, "selector": {"matchLabels": selector}}
+    return [manifest(rendering, kinds[0], name, component=component, spec=spec)]
 
 
 def pod_monitors(rendering: Rendering) -> list[dict[str, Any]]:

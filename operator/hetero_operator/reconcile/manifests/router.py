@@ -4,6 +4,9 @@ It finds gateways by watching the API server for their pods, so a replica that c
 all that its account may do: list and watch pods of its namespace. No other pod of a resource has a right there. It
 dials a port of gateways that has neither TLS nor keys, and that a NetworkPolicy opens to it alone.
 
+Its pods know nothing of one another. Each learns from the gateways what they have cached, so any of them sends a prompt
+to the same replica. A pod that goes takes calls for five seconds more, until no Service sends it any: SMG does so.
+
 Its pod has no LABEL_NAME: it belongs to no replica, and nothing that counts or waits for pods sees it. Callers are the
 responder's where they are for gateways: while no replica serves.
 
@@ -35,13 +38,14 @@ from hetero_operator.reconcile.manifests.containers import (
     container,
     container_ports,
     gateway_resources,
-    gateway_scheduling,
     pod_template,
+    router_scheduling,
     secret_file,
     secret_folder,
     tmp_files,
 )
 from hetero_operator.reconcile.manifests.network import router_policy, router_services
+from hetero_operator.reconcile.manifests.optional_kinds import router_budgets
 from hetero_operator.reconcile.manifests.rendering import Rendering, manifest, role_selector, router_selector
 from hetero_operator.reconcile.model import RenderOptions
 
@@ -52,14 +56,14 @@ _ROLE: Final = (f"{_RBAC}/v1", "Role")
 _BINDING: Final = (f"{_RBAC}/v1", "RoleBinding")
 _PORTS: Final = {"http": HTTP_PORT, "metrics": METRICS_PORT}
 _GRACE_AFTER_DRAIN_S: Final = 15
-_STARTUP_PERIOD_S: Final = 2
+_STARTUP_PERIOD_S: Final = 1
 _RULES: Final = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
 
 
 def router_objects(
     rendering: Rendering, options: RenderOptions, clients: Clients, *, responds: bool
 ) -> list[dict[str, Any]]:
-    """Return account, rights, NetworkPolicy, Services and Deployment; none where no router is asked for.
+    """Return account, rights, NetworkPolicy, Services, budget and Deployment; none where no router is asked for.
 
     `options` are those that the pods of replica 0 were rendered with.
     """
@@ -72,6 +76,7 @@ def router_objects(
         *_rights(rendering),
         router_policy(rendering, clients=clients),
         *router_services(rendering, responds=responds),
+        *router_budgets(rendering),
         _deployment(replace(rendering, options=options)),
     ]
 
@@ -101,12 +106,12 @@ def _deployment(rendering: Rendering) -> dict[str, Any]:
         annotations={},
         account=names.router,
         grace_period_s=spec.gateway.drain_timeout_seconds + _GRACE_AFTER_DRAIN_S,
-        scheduling=gateway_scheduling(spec),
+        scheduling=router_scheduling(rendering),
         containers=[_container(rendering, files)],
         automountServiceAccountToken=True,
     )
     body = {
-        "replicas": 1 if spec.runs else 0,
+        "replicas": spec.router.replicas if spec.runs else 0,
         # The next one takes calls before the last one goes.
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
         "revisionHistoryLimit": 0,
@@ -153,7 +158,7 @@ def _probes(rendering: Rendering) -> dict[str, Any]:
     return {
         "startupProbe": _probe(rendering, "/liveness", period_s=_STARTUP_PERIOD_S, failures=startup),
         "livenessProbe": _probe(rendering, "/liveness", period_s=10, failures=3),
-        "readinessProbe": _probe(rendering, "/readiness", period_s=2, failures=2),
+        "readinessProbe": _probe(rendering, "/readiness", period_s=1, failures=3),
     }
 
 

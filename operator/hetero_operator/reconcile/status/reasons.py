@@ -162,7 +162,7 @@ class Reason(StrEnum):
 
     # --- the router --------------------------------------------------------------------------------------
     ROUTER_NOT_READY = "RouterNotReady"
-    """The router's pod is not ready, or knows no gateway that is; kubectl describe it, and read its log."""
+    """No pod of the router is ready, or none knows a gateway that is; kubectl describe them, and read their logs."""
     INFERENCE_POOL_UNKNOWN = "InferencePoolUnknown"
     """The cluster lacks the CRD of InferencePools; install the Gateway API inference extension. The operator notices
     within minutes."""

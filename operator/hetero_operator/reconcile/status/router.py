@@ -1,7 +1,7 @@
 """The condition RouterReady, as the router's Deployment has it, or the InferencePool's status.
 
-The router's pod is no part of a replica and is not observed, so its Deployment is all that is known of it. What keeps
-it from being ready is told by `kubectl describe`, and by Degraded where the Deployment's controller gave up.
+The router's pods are no part of a replica and are not observed, so their Deployment is all that is known of them. What
+keeps them from being ready is told by `kubectl describe`, and by Degraded where the Deployment's controller gave up.
 
 An InferencePool routes nothing by itself: controllers of Gateways tell in its status whether they do. So it is ready
 once every Gateway that refers to it accepts it, and there is one.
@@ -39,7 +39,7 @@ def router_ready(situation: Situation, blockers: Blockers) -> Finding:
         return Finding(FALSE, Reason.STARTING, f"Deployment {name} is being created or changed.")
     if _status(live).get("readyReplicas", 0) > 0:
         return Finding(TRUE, Reason.SERVING, "The router takes calls.")
-    return Finding(FALSE, Reason.ROUTER_NOT_READY, f"The pod of Deployment {name} is not ready, or knows no gateway.")
+    return Finding(FALSE, Reason.ROUTER_NOT_READY, f"No pod of Deployment {name} is ready, or none knows a gateway.")
 
 
 def router_trouble(situation: Situation) -> Finding | None:
