@@ -42,7 +42,10 @@ def save_ascii_model(folder: Path) -> Path:
 
 
 def manifest(site: Site, replicas: int, *, routed: bool = True) -> Object:
-    """One rank a replica, which fits a node of two cores beside the gateways of two, a router and the operator."""
+    """One rank a replica. All other pods ask for less than a core, so each of three nodes of two cores has room for a
+    rank, wherever those are.
+    """
+    less = {"name": "gateway", "resources": {"requests": {"cpu": "100m"}}}
     cpu = {"coresPerRank": 1, "memoryPerRank": "1Gi", "numa": {"policy": "BestEffort"}}
     return cpu_manifest(
         site,
@@ -50,11 +53,11 @@ def manifest(site: Site, replicas: int, *, routed: bool = True) -> Object:
         model={"uri": site.model_uri, "dtype": "float32", "maxModelLen": MAX_MODEL_LEN},
         pools=[{"name": "cpu", "type": "CPU", "ranks": 1, "cpu": cpu}],
         placement={"mode": "Tensor", "shares": {"attention": [1], "mlp": [1], "vocabulary": [1]}},
-        gateway={"resources": {"cpuMillis": 250, "memory": "512Mi"}},
+        gateway={"resources": {"cpuMillis": 500, "memory": "512Mi"}, "podTemplate": {"spec": {"containers": [less]}}},
         replicas=replicas,
         disruptionBudget={"enabled": True},
         idle={"responder": {"enabled": True}},
-        **({"router": {"type": "SMG", "resources": {"cpuMillis": 400, "memory": "512Mi"}}} if routed else {}),
+        **({"router": {"type": "SMG", "resources": {"cpuMillis": 250, "memory": "512Mi"}}} if routed else {}),
     )
 
 

@@ -5,10 +5,10 @@ other modules work on a *view*: an observation with the objects and pods of one 
 replica has. Replica 0 always exists; it also owns what all replicas share.
 
 A changed spec goes from replica to replica (RollingUpdate). The next one makes way when every replica that has the new
-spec serves, and when enough others serve meanwhile. Replicas that do not serve go first, then the highest ordinal. So a
-spec that does not work stops at the first replica, and the earlier one, applied again, is rolled out to that one alone.
-With maxSurge further replicas, of ordinals above the others, come first and leave last. Nothing of this is remembered:
-ConfigMaps and Deployments tell which spec a replica has.
+spec serves, callers have had time to learn of it, and enough others serve meanwhile. Replicas that do not serve go
+first, then the highest ordinal. So a spec that does not work stops at the first replica, and the earlier one, applied
+again, is rolled out to that one alone. With maxSurge further replicas, of ordinals above the others, come first and
+leave last. Nothing of this is remembered: ConfigMaps and Deployments tell which spec a replica has.
 
 Before ranks make way, a gateway that takes requests finishes those that it has: it loses its pod first.
 """
@@ -176,7 +176,10 @@ class _Known:
 
     @cached_property
     def serves(self) -> bool:
-        return is_serving(Situation.from_look(self.kept_view, Plan(), Outcome()))
+        """Whether it serves, and callers know of it."""
+        situation = Situation.from_look(self.kept_view, Plan(), Outcome())
+        known_from = situation.known_from
+        return is_serving(situation) and (known_from is None or known_from <= self.view.now)
 
     @property
     def is_busy(self) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from hetero_api.contract import LABEL_GATEWAY_REVISION, ROLE_RANK
+from hetero_api.contract import LABEL_GATEWAY_REVISION, LABEL_ROLE, ROLE_GATEWAY, ROLE_RANK
 from hetero_operator.reconcile.inventory import label_of, ordinal_of
 from tests.support.owned_objects import normalised
 from tests.support.replica_scene import MOST_ROUNDS, ReplicaScene, copy_of
@@ -66,6 +67,28 @@ def test_the_gateway_of_the_next_replica_finishes_before_its_ranks_change() -> N
     second = scene.world.plan()
     assert second.delete == ()
     assert {item["metadata"]["name"] for item in second.apply} >= {"x-1-cpu", "x-1-gateway"}
+
+
+def test_the_next_replica_makes_way_once_callers_have_had_time_to_learn_of_the_last_one() -> None:
+    scene = ReplicaScene.of(2)
+    before = scene.revisions()[1]
+    scene.change(model=NEW)
+    while scene.revisions().get(1, before) == before or 1 not in scene.serving():
+        scene.world.act(scene.world.plan())
+        scene.move()
+    [gateway] = [
+        pod for pod in scene.world.pods.values()
+        if label_of(pod, LABEL_ROLE) == ROLE_GATEWAY and ordinal_of(pod) == 1
+    ]  # fmt: skip
+    [ready] = [one for one in gateway["status"]["conditions"] if one["type"] == "Ready"]
+    ready["lastTransitionTime"] = scene.world.now.isoformat()
+    assert not scene.world.plan().apply
+    wait_s = scene.tell().look_again_s
+    assert wait_s is not None
+    assert 5 <= wait_s < 6
+    scene.world.now += timedelta(seconds=wait_s)
+    [stopped] = [item for item in scene.world.plan().apply if item["kind"] == "Deployment"]
+    assert (stopped["metadata"]["name"], stopped["spec"]["replicas"]) == ("x-gateway", 0)
 
 
 def test_two_may_make_way_at_a_time() -> None:

@@ -145,6 +145,7 @@ def _moments(situation: Situation, conditions: Mapping[str, Condition]) -> Itera
         return
     candidates = [next_lost_pod(situation.observed, basis.spec)]
     candidates += [loss.certain_at for loss in _losses(situation)]
+    candidates.append(situation.known_from)
     candidates.append(budget.next_change(situation.restarts, basis.spec))
     if conditions[ConditionType.PROGRESSING].status is TRUE and basis.runs:
         candidates.append(deadline(situation, conditions))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from datetime import datetime, timedelta
+from typing import Any, Final, TypeVar
 
 from hetero_api.contract import LABEL_GATEWAY_REVISION, LABEL_REVISION, LABEL_ROLE, ROLE_GATEWAY
 from hetero_api.group_state import GroupState
@@ -23,13 +24,15 @@ from hetero_operator.reconcile.model import GatewayReport, Object, Observed, Out
 from hetero_operator.reconcile.names import Names
 from hetero_operator.reconcile.refusals import Refusal, read_spec
 from hetero_operator.reconcile.revision import Revisions, revisions_in
-from hetero_operator.reconcile.status.pods import ExpectedPod, expected_pods, is_ready, is_up, rank_pods
-from hetero_operator.reconcile.status.text import stored_status
+from hetero_operator.reconcile.status.pods import ExpectedPod, condition, expected_pods, is_ready, is_up, rank_pods
+from hetero_operator.reconcile.status.text import parsed_time, stored_status
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+TO_BE_KNOWN: Final = timedelta(seconds=5)
+"""Time in which every node and router learns of a gateway that has become ready, and sends it calls."""
 FORMED_STATES = frozenset({GroupState.LOADING, GroupState.READY, GroupState.ASLEEP})
 
 
@@ -104,6 +107,13 @@ class Situation:
         """Whether clients are sent to the gateway in force, because its kubelet calls it ready."""
         pod = self.gateway_pod
         return pod is not None and is_ready(pod) and not self.is_outdated(pod)
+
+    @property
+    def known_from(self) -> datetime | None:
+        """Moment from which all callers know the gateway in force; None: it is not in service."""
+        ready = condition(self.gateway_pod, "Ready") if self.gateway_pod is not None else {}
+        since = parsed_time(str(ready.get("lastTransitionTime", ""))) if self.is_gateway_in_service else None
+        return None if since is None else since + TO_BE_KNOWN
 
     @property
     def probe_error(self) -> str:
