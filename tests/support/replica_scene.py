@@ -16,6 +16,7 @@ from hetero_api.v1.admin_pb2 import GetTopologyResponse
 from hetero_operator.reconcile.inventory import label_of
 from hetero_operator.reconcile.model import Capabilities, GatewayReport, Object, Outcome, Plan, Report
 from hetero_operator.reconcile.report import report
+from hetero_operator.reconcile.status.situation import TO_BE_KNOWN
 from tests.support import pod_statuses
 from tests.support.operator_world import OperatorWorld
 from tests.support.render_cases import PLAIN, resource_of
@@ -49,6 +50,7 @@ class ReplicaScene:
     def of(cls, number: int = 3, *, capabilities: Capabilities = PLAIN, **fields: Any) -> ReplicaScene:
         """So many replicas, which serve, told once."""
         scene = cls(OperatorWorld(resource_of("x", replicated(number, **fields)), capabilities))
+        scene.world.now += TO_BE_KNOWN  # pods say that they have been ready since the world began
         scene.settle()
         scene.watch()
         return scene

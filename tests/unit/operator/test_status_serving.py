@@ -47,7 +47,9 @@ def test_a_group_that_serves_is_told_in_full() -> None:
     assert [(item["rank"], item["pod"], item["node"]) for item in status["placements"]] == [
         (0, GPU, "n1"), (1, GPU, "n1"), (2, CPU0, "n1"), (3, CPU1, "n1"),
     ]  # fmt: skip
-    assert told.look_again_s is None
+    assert told.look_again_s is not None  # when callers know of it
+    scene.pass_time(told.look_again_s)
+    assert scene.report().look_again_s is None
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 1e300])
@@ -228,6 +230,7 @@ def test_a_ranks_kubelet_that_starts_anew_changes_nothing_that_is_told() -> None
 
 def test_a_node_that_stays_not_ready_is_lost_although_its_rank_is_heard() -> None:
     scene = StatusScene.serving()
+    scene.pass_time(5)
     node_not_ready(scene, "n2", CPU1)
     told = scene.report()
     assert conditions(told)["Degraded"] == ("False", "AsExpected")
