@@ -25,8 +25,8 @@ READY_TIMEOUT_S = 300.0
 GONE_TIMEOUT_S = 60.0
 """Allowed to what a resource owned, by the test that is about it."""
 LONGEST_GONE_S = 180.0
-"""Patience of the other tests: the kubelet of 1.20 now and then lets go of a pod that has ended a minute later, with its
-next round of garbage collection.
+"""Patience of the other tests: the kubelet of 1.20 now and then lets go of a pod that has ended a minute later, with
+its next round of garbage collection.
 """
 FORWARD_TIMEOUT_S = 30.0
 LOOK_S = 0.1
