@@ -28,7 +28,7 @@ WORKERS = [name for name in NAMES if name.startswith("worker")]
 PROGRAMS = {
     "operator": ("hetero_operator",),
     "gateway": ("hetero_gateway", "hetero_client.model_delivery"),
-    "router": ("hetero_gateway.smg", "smg.launch_router"),
+    "router": ("hetero_gateway route", "smg.launch_router"),
     "worker-cpu": ("hetero_worker.pod", "hetero_client.model_delivery"),
     "worker-gpu": ("hetero_worker.pod", "hetero_client.model_delivery"),
 }
@@ -110,7 +110,7 @@ def test_an_image_that_is_built_twice_has_the_same_digest_both_times(builder: Bu
 @pytest.mark.parametrize("name", NAMES)
 def test_every_program_of_an_image_starts_on_a_read_only_root(builder: Builder, name: str) -> None:
     for program in PROGRAMS[name]:
-        done = answer(builder, name, "python", "-m", program, "--help")
+        done = answer(builder, name, "python", "-m", *program.split(), "--help")
         assert (done.returncode, done.stdout[:6]) == (0, "usage:"), done.stderr
 
 
