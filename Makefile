@@ -106,7 +106,7 @@ ifeq ($(KUBECONFIG),)
 	SAVE="$(E2E_IMAGES)" IMAGES="$(RELEASED)" $(BIN)/python -m tools.images build
 	IMAGES="$(RELEASED)" $(BIN)/python -m tools.images sizes
 endif
-	HETERO_E2E_IMAGES="$(E2E_IMAGES)" $(BIN)/pytest tests/e2e -v
+	HETERO_E2E_IMAGES="$(E2E_IMAGES)" IMAGES="$(RELEASED)" $(BIN)/pytest tests/e2e -v
 
 lint: $(STAMP) ## Check style, the architecture's import rules and the product's size
 	$(BIN)/ruff check .
