@@ -23,7 +23,7 @@ from hetero_api.contract import HTTP_PORT, LABEL_REPLICA, LABEL_ROUTER
 from tests.e2e.conftest import install_operator
 from tests.e2e.cpusets import processes_of
 from tests.e2e.harness.node_settings import NodePlan
-from tests.e2e.load import GRPC, HTTP
+from tests.e2e.load import GRPC, HTTP, THINK_S
 from tests.e2e.replicas import (
     NAME,
     NAMESPACE,
@@ -47,7 +47,7 @@ from tests.support.kube.polling import poll
 
 SERVED_AGAIN_S: Final = 5.0
 """Allowed until callers of a killed router are served by another; the figure is kept among the artifacts."""
-LONG_TOKENS: Final = 512
+LONG_TOKENS: Final = 1024
 """Of streams that are under way when the last replica is asked to go."""
 MEMORY: Final = "/spec/pools/0/cpu/memoryPerRank"
 
@@ -87,8 +87,10 @@ def ask(served: Served, number: int) -> None:
 
 
 def scale(served: Served, number: int) -> None:
+    """Scale, until as many serve, and the router before them."""
     ask(served, number)
     wait_replicas(served, number)
+    served.wait(lambda found: is_true(found, "RouterReady"))
 
 
 def patch(served: Served, path: str, value: object) -> None:
@@ -116,6 +118,7 @@ def test_the_last_replica_finishes_its_streams_and_then_callers_are_told_to_come
     texts = undisturbed(replicas, max_tokens=LONG_TOKENS)
     with load(replicas, max_tokens=LONG_TOKENS) as streams:
         streams.wait_answers(STREAMS)
+        poll(lambda: time.time() > streams.answers[-1].ended + 2 * THINK_S, timeout_s=60)  # they have begun again
         asked = time.time()
         ask(replicas, 0)
         answers = streams.finish()
