@@ -36,7 +36,7 @@ from hetero_operator.reconcile.manifests.optional_kinds import (
 )
 from hetero_operator.reconcile.manifests.rank_pod import statefulset
 from hetero_operator.reconcile.manifests.rendering import Rendering
-from hetero_operator.reconcile.manifests.responder import responder_objects, responds
+from hetero_operator.reconcile.manifests.responder import responder_objects, responds, responds_for_router
 from hetero_operator.reconcile.manifests.router import router_objects
 from hetero_operator.reconcile.model import Deletion, NewSecret, Object, Observed, Plan
 from hetero_operator.reconcile.names import Names
@@ -63,14 +63,15 @@ def desired_objects(
     is_first = rendering.names.ordinal == 0
     stored = inventory.named(CONFIG_MAP, rendering.names.config(rendering.revisions.gateway))
     clients = clients_of(rendering.spec, rendering.names, inventory)
+    for_router = responds_for_router(rendering, inventory, responds=responds)
     return [
         *(accounts(rendering) if is_first else ()),
         config_map(rendering, templates, stored),
         *(network_policies(rendering, clients=clients) if is_first else ()),
         *group_services(rendering),
-        *(responder_objects(rendering, inventory, clients) if is_first and responds else ()),
+        *(responder_objects(rendering, inventory, clients) if is_first and (responds or for_router) else ()),
         *([client_service(rendering, responds=responds)] if is_first else ()),
-        *(router_objects(rendering, templates.options, clients, responds=responds) if is_first else ()),
+        *(router_objects(rendering, templates.options, clients, responds=for_router) if is_first else ()),
         *disruption_budgets(rendering, others_serve=others_serve),
         *claim_templates(rendering, {item["metadata"]["name"]: item for item in inventory.of_kind(CLAIM_TEMPLATE)}),
         *pod_groups(rendering),

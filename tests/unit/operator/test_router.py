@@ -214,7 +214,11 @@ def test_callers_are_the_responders_while_nothing_serves() -> None:
     ]  # fmt: skip
     scene.change(replicas=1)
     scene.settle()
+    assert found(scene, "Service", "x")["spec"]["selector"] == GATEWAYS
+    assert found(scene, "Service")["spec"]["selector"].items() <= responder["metadata"]["labels"].items()
+    assert deployment_says(scene, readyReplicas=1)["reason"] == "Serving"
     assert found(scene, "Service")["spec"]["selector"] == {LABEL_ROUTER: "x"}
+    assert "Deployment/x-responder" not in objects(scene)
 
 
 def test_an_upgrade_of_the_operator_leaves_it_and_a_new_revision_brings_the_new_image() -> None:

@@ -1,8 +1,9 @@
 """The responder: a small pod that answers callers while no replica runs (spec.idle.responder).
 
-It comes when a resource is scaled to zero, and goes when the first replica serves; meanwhile the Service that clients
-dial selects it in place of gateways. So callers hear when to try again also while the first replica starts. Its pod has
-no LABEL_NAME: it belongs to no replica, and nothing that counts or waits for pods sees it.
+It comes when a resource is scaled to zero, and goes when the first replica serves, and the router where there is one;
+meanwhile the Services that clients dial select it in place of gateways and router. So callers hear when to try again
+also while these start. Its pod has no LABEL_NAME: it belongs to no replica, and nothing that counts or waits for pods
+sees it.
 
 It has an account without rights, no token, and no way out of its pod, and the image of the gateway. An upgrade of the
 operator leaves one that runs as it is.
@@ -37,11 +38,28 @@ _GRACE_S: Final = 5
 
 def responds(rendering: Rendering, inventory: Inventory, pods: Collection[Object]) -> bool:
     """Return whether callers are the responder's: nothing is asked to run, or nothing serves since. `pods`: of all."""
-    spec = rendering.spec
-    if not spec.idle.responder.enabled or spec.suspend:
+    if not _is_wanted(rendering):
         return False
     is_there = inventory.named(DEPLOYMENT, rendering.names.responder, group="apps") is not None
-    return spec.replicas == 0 or (is_there and not any(map(_is_gateway_in_service, pods)))
+    return rendering.spec.replicas == 0 or (is_there and not any(map(_is_gateway_in_service, pods)))
+
+
+def responds_for_router(rendering: Rendering, inventory: Inventory, *, responds: bool) -> bool:
+    """Return whether the router's callers are the responder's: as a gateway's, and until a pod of the router is ready.
+
+    `responds` is so for gateways.
+    """
+    if not rendering.spec.has_router or not _is_wanted(rendering):
+        return False
+    responder, router = (
+        inventory.named(DEPLOYMENT, name, group="apps") for name in (rendering.names.responder, rendering.names.router)
+    )
+    takes_calls = router is not None and (router.get("status") or {}).get("readyReplicas", 0) > 0
+    return responds or (responder is not None and not takes_calls)
+
+
+def _is_wanted(rendering: Rendering) -> bool:
+    return rendering.spec.idle.responder.enabled and not rendering.spec.suspend
 
 
 def _is_gateway_in_service(pod: Object) -> bool:
