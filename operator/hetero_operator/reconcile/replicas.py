@@ -176,7 +176,7 @@ class _Known:
 
     @cached_property
     def serves(self) -> bool:
-        """Whether it serves, and callers know of it."""
+        """Whether callers can count on it: it serves, and they have had time to learn so."""
         situation = Situation.from_look(self.kept_view, Plan(), Outcome())
         known_from = situation.known_from
         return is_serving(situation) and (known_from is None or known_from <= self.view.now)
