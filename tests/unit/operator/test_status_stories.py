@@ -259,6 +259,7 @@ def test_what_is_awaited_is_looked_at_ever_less_often(waited_s: float, poll_s: f
 
 def test_a_step_that_is_out_is_looked_at_when_it_should_be_back() -> None:
     scene = StatusScene.serving()
+    scene.pass_time(5)
     scene.answer(stalled_s=12.0)
     assert scene.report().look_again_s == pytest.approx(48.5)
 
