@@ -175,11 +175,18 @@ class _Known:
         return self.view.ordinal
 
     @cached_property
+    def _situation(self) -> Situation:
+        return Situation.from_look(self.kept_view, Plan(), Outcome())
+
+    @cached_property
     def serves(self) -> bool:
-        """Whether callers can count on it: it serves, and they have had time to learn so."""
-        situation = Situation.from_look(self.kept_view, Plan(), Outcome())
-        known_from = situation.known_from
-        return is_serving(situation) and (known_from is None or known_from <= self.view.now)
+        return is_serving(self._situation)
+
+    @property
+    def is_known_to_serve(self) -> bool:
+        """Whether callers have had time to learn that it serves."""
+        known_from = self._situation.known_from
+        return self.serves and (known_from is None or known_from <= self.view.now)
 
     @property
     def is_busy(self) -> bool:
@@ -231,7 +238,7 @@ class _Rollout:
             yield known.on(course, is_asked_for=False, others_serve=self._others_serve(ordinal))
 
     def _others_serve(self, ordinal: int) -> bool | None:
-        others = [known.serves for number, known in self._asked.items() if number != ordinal]
+        others = [known.is_known_to_serve for number, known in self._asked.items() if number != ordinal]
         return all(others) if others else None
 
     @property
@@ -249,7 +256,7 @@ class _Rollout:
             return 0
         asked, surge = self._asked.values(), self._spec.rollout.surge
         there = sum(ordinal in self._present for ordinal in range(len(asked), len(asked) + surge))
-        all_serve = there and all(known.serves for known in asked)
+        all_serve = there and all(known.is_known_to_serve for known in asked)
         return min(surge, max(len(self._outdated()), 0 if all_serve else there))
 
     def _turns(self) -> set[int]:
@@ -260,16 +267,16 @@ class _Rollout:
             return {known.ordinal for known in outdated}
         extra = [self._others[ordinal] for ordinal in self._extra]
         everyone = [*self._asked.values(), *extra]
-        under_way = sum(not known.serves for known in everyone if known.is_updated or known.is_new)
-        serving = sum(known.serves for known in everyone)
+        under_way = sum(not known.is_known_to_serve for known in everyone if known.is_updated or known.is_new)
+        serving = sum(known.is_known_to_serve for known in everyone)
         turns: set[int] = set()
         for known in outdated:
             if under_way + len(turns) >= max(1, rollout.max_unavailable):
                 break
             if known.serves:
-                if serving - 1 < self._spec.replicas - rollout.max_unavailable:
+                serving -= known.is_known_to_serve
+                if serving < self._spec.replicas - rollout.max_unavailable:
                     break
-                serving -= 1
             turns.add(known.ordinal)
         return turns
 
