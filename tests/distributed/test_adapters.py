@@ -1,4 +1,7 @@
-"""Adapters of a real group: PEFT's tokens under load, while others come and go, and after a rank was killed."""
+"""Adapters of a real group: PEFT's tokens under load, while others come and go, and after a rank was killed.
+
+They come from a folder and from the Hub, by URI, and from folders that an administrator names.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import signal
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from hetero_api.v1 import inference_pb2_grpc
 from tests.support.local_group import LocalGroupProcess, write_manifest
 from tests.support.lora_adapters import SavedAdapter, save_adapter
 from tests.support.reference import TIE_FP32, Reference
+from tests.support.stand_in_hub import StandInHub
 from tests.support.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -40,6 +45,10 @@ def completed(stub: Any, model: str, prompt: list[int]) -> list[int]:
     return [token for event in stub.Generate(asked, timeout=60) for token in event.delta.token_ids]
 
 
+def published(directory: Path) -> dict[str, bytes]:
+    return {each.name: each.read_bytes() for each in directory.iterdir()}
+
+
 def test_requests_of_adapters_get_peft_s_tokens(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model", "llama")
     adapters: dict[str, SavedAdapter] = {
@@ -47,7 +56,9 @@ def test_requests_of_adapters_get_peft_s_tokens(tmp_path: Path) -> None:
         for name, modules, rank in (("all", ALL, 8), ("some", ("q_proj", "v_proj"), 4), ("mlp", ("down_proj",), 16))
     }
     reference = Reference.from_directory(model)
-    spec = {"maxLoaded": 2, "roots": [str(tmp_path / "adapters")], "overHttp": True}
+    (tmp_path / "adapters" / "all").rename(tmp_path / "elsewhere")
+    by_uri = [{"name": "all", "uri": f"file://{tmp_path}/elsewhere"}, {"name": "some", "uri": "hf://org/some"}]
+    spec = {"maxLoaded": 2, "roots": [str(tmp_path / "adapters")], "load": by_uri, "overHttp": True}
     manifest = write_manifest(tmp_path, model=model, ranks=2, max_model_len=256, engine={"adapters": spec})
 
     def check(stub: Any, name: str, prompt: list[int]) -> None:
@@ -56,7 +67,11 @@ def test_requests_of_adapters_get_peft_s_tokens(tmp_path: Path) -> None:
         wrong = disagreements(source.logits([*prompt, *tokens[:-1]]), len(prompt), tokens)
         assert not wrong, (name, prompt, tokens, wrong)
 
-    with LocalGroupProcess(manifest, home=tmp_path / "home") as group, ThreadPoolExecutor(8) as pool:
+    with ExitStack() as stack:
+        hub = stack.enter_context(StandInHub("org/some", published(adapters["some"].directory)))
+        environment = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "no_proxy": "127.0.0.1"}
+        group = stack.enter_context(LocalGroupProcess(manifest, home=tmp_path / "home", environment=environment))
+        pool = stack.enter_context(ThreadPoolExecutor(8))
 
         def together(*names: str) -> None:
             with grpc.insecure_channel(group.record.inference, options=[("grpc.enable_http_proxy", 0)]) as channel:
@@ -64,8 +79,7 @@ def test_requests_of_adapters_get_peft_s_tokens(tmp_path: Path) -> None:
                 list(pool.map(lambda each: check(stub, *each), [(name, p) for name in names for p in PROMPTS]))
 
         with group.admin() as admin:
-            admin.load_adapter("all", str(tmp_path / "adapters" / "all"))
-            admin.load_adapter("some", str(tmp_path / "adapters" / "some"))
+            assert list(admin.adapters()) == ["all", "some"]
             together("all", "test", "some")
             asked = pool.submit(together, "all", "test")
             for _ in range(5):

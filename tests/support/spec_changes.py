@@ -143,6 +143,10 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
         "engine.adapters.roots": ["/a"],
         "engine.adapters.load": [{"name": "x", "directory": "/a/x"}],
     },
+    "engine.adapters.load.uri": {
+        "engine.adapters.maxLoaded": 1,
+        "engine.adapters.load": [{"name": "x", "uri": "file:///a/x"}],
+    },
     "engine.adapters.overHttp": {"engine.adapters.overHttp": True},
     "engine.speculative.kind": {"engine.speculative.kind": "NGram"},
     "engine.speculative.draft.uri": {

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_api.model_directory import ADAPTER_CONFIG
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.adapters.peft_files import CONFIG_FILE
 from hetero_worker.errors import ProtocolError
 from hetero_worker.runners.recorded.forward import NativeForward
 from tests.support.lora_adapters import SavedAdapter, save_adapter
@@ -154,8 +154,8 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing(
     builder, directory = PlanBuilder(group), adapters[0].directory
     bad = tmp_path / "bad"
     save_adapter(checkpoint.directory, bad, modules=("q_proj",))
-    config = json.loads((bad / CONFIG_FILE).read_text())
-    (bad / CONFIG_FILE).write_text(json.dumps(config | {"use_dora": True}))
+    config = json.loads((bad / ADAPTER_CONFIG).read_text())
+    (bad / ADAPTER_CONFIG).write_text(json.dumps(config | {"use_dora": True}))
     (tmp_path / "link").symlink_to(directory)
     for command, problem in (
         (load(2, directory), "1 may be loaded"),

@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 
 from hetero_api.errors import ModelError
 from hetero_api.model_config import ModelConfig
+from hetero_api.model_directory import ADAPTER_CONFIG, ADAPTER_TENSORS
 from hetero_api.sharding import UnitRange
-from hetero_worker.adapters.peft_files import CONFIG_FILE, TENSORS_FILE, LoraAdapter
+from hetero_worker.adapters.peft_files import LoraAdapter
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.models.decoder_layer import adapter_targets
 from tests.support.tiny_checkpoints import save_tiny
@@ -29,8 +30,8 @@ def write(directory: Path, config: dict[str, Any] | None = None, **tensors: torc
     """An adapter of one module; fields and tensors replace its own, None leaves a tensor out."""
     own = {DOWN: torch.arange(8.0).view(2, 4), UP: torch.arange(12.0).view(6, 2)}
     kept = {name: tensor for name, tensor in (own | tensors).items() if tensor is not None}
-    (directory / CONFIG_FILE).write_text(json.dumps(CONFIG | (config or {})))
-    save_file(kept, directory / TENSORS_FILE)
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(CONFIG | (config or {})))
+    save_file(kept, directory / ADAPTER_TENSORS)
     return directory
 
 
@@ -67,7 +68,7 @@ def test_a_slice_gets_its_rows_of_the_one_factor_and_its_columns_of_the_other(tm
 )  # fmt: skip
 def test_a_config_that_means_something_else_is_refused_by_its_field(tmp_path: Path, field: str, value: object) -> None:
     write(tmp_path, {field: value})
-    with pytest.raises(ModelError, match=rf"{CONFIG_FILE}: {field}: "):
+    with pytest.raises(ModelError, match=rf"{ADAPTER_CONFIG}: {field}: "):
         opened(tmp_path)
 
 
@@ -99,7 +100,7 @@ def test_a_file_with_other_tensors_is_refused_by_the_tensor(
     tmp_path: Path, name: str, tensor: torch.Tensor | None, problem: str
 ) -> None:
     write(tmp_path, None, **{name: tensor})
-    with pytest.raises(ModelError, match=rf"{TENSORS_FILE}: {name}: .*{problem}"):
+    with pytest.raises(ModelError, match=rf"{ADAPTER_TENSORS}: {name}: .*{problem}"):
         opened(tmp_path)
 
 
@@ -111,16 +112,16 @@ def test_factors_that_are_not_finite_are_refused(tmp_path: Path, number: float) 
 
 
 def test_files_that_are_missing_damaged_or_lie_elsewhere_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=rf"{CONFIG_FILE}: cannot be read"):
+    with pytest.raises(ModelError, match=rf"{ADAPTER_CONFIG}: cannot be read"):
         opened(tmp_path)
     write(tmp_path)
-    whole = (tmp_path / TENSORS_FILE).read_bytes()
+    whole = (tmp_path / ADAPTER_TENSORS).read_bytes()
     for damaged in (b"", whole[:-1], b"\xff" * 8 + whole[8:], whole[:8] + b"{" + whole[9:-1]):
-        (tmp_path / TENSORS_FILE).write_bytes(damaged)
-        with pytest.raises(ModelError, match=TENSORS_FILE):
+        (tmp_path / ADAPTER_TENSORS).write_bytes(damaged)
+        with pytest.raises(ModelError, match=ADAPTER_TENSORS):
             opened(tmp_path)
-    (tmp_path / CONFIG_FILE).unlink()
-    (tmp_path / CONFIG_FILE).symlink_to("/etc/hostname")
+    (tmp_path / ADAPTER_CONFIG).unlink()
+    (tmp_path / ADAPTER_CONFIG).symlink_to("/etc/hostname")
     with pytest.raises(ModelError, match="outside the model directory"):
         opened(tmp_path)
 

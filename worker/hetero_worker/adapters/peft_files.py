@@ -18,13 +18,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hetero_api.errors import ModelError
-from hetero_api.model_directory import model_file
+from hetero_api.model_directory import ADAPTER_CONFIG, ADAPTER_TENSORS, model_file
 from hetero_worker.checkpoints.checkpoint import rows_in_order
 from hetero_worker.checkpoints.safetensors_store import check_header_length
 from hetero_worker.checkpoints.store import TensorSlice
 
-CONFIG_FILE: Final = "adapter_config.json"
-TENSORS_FILE: Final = "adapter_model.safetensors"
 MAX_RANK: Final = 256
 _PREFIX: Final = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
@@ -48,14 +46,14 @@ class LoraAdapter:
 
     def __init__(self, directory: Path, targets: Targets, *, max_rank: int = MAX_RANK) -> None:
         """Read and check the config. Raises ModelError; `__enter__` does for the file of tensors."""
-        self._path = directory / TENSORS_FILE
+        self._path = directory / ADAPTER_TENSORS
         self._targets = targets
         from hetero_worker.adapters import peft_config  # Here: it needs pydantic, which ranks of bench/gpu lack.
 
-        config = peft_config.read(directory / CONFIG_FILE)
+        config = peft_config.read(directory / ADAPTER_CONFIG)
         if config.r > max_rank:
             raise ModelError(
-                f"{directory / CONFIG_FILE}: r: {config.r} is more than the {max_rank} that ranks keep memory for; "
+                f"{directory / ADAPTER_CONFIG}: r: {config.r} is more than the {max_rank} that ranks keep memory for; "
                 "raise spec.engine.adapters.maxRank"
             )
         self.rank: Final = config.r
@@ -89,7 +87,7 @@ class LoraAdapter:
     def digests(self) -> dict[str, bytes]:
         """Return the digest of each file. Raises OSError."""
         found: dict[str, bytes] = {}
-        for name in (CONFIG_FILE, TENSORS_FILE):
+        for name in (ADAPTER_CONFIG, ADAPTER_TENSORS):
             with model_file(self._path.parent / name).open("rb") as file:
                 found[name] = hashlib.file_digest(file, "sha256").digest()
         return found
@@ -133,8 +131,8 @@ class LoraAdapter:
                     )
                 if tuple(stored.get_shape()) != shape:
                     raise ModelError(
-                        f"{self._path}: {name}: has shape {stored.get_shape()}; r in {CONFIG_FILE} and the model ask "
-                        f"for {list(shape)}: is the adapter of this model?"
+                        f"{self._path}: {name}: has shape {stored.get_shape()}; r in {ADAPTER_CONFIG} and the model "
+                        f"ask for {list(shape)}: is the adapter of this model?"
                     )
         return frozenset(modules)
 
