@@ -5,8 +5,11 @@ They come from a folder and from the Hub, by URI, and from folders that an admin
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import statistics
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 import torch
 
@@ -30,6 +34,10 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROMPTS = [[17, 3, 250, 88, 9, 61, 199, 42], [5, 120, 33, 71, 200], [1, 2, 3]]
 NUM_TOKENS = 12
+LOADS = 1000
+WARM_UP = 0.2
+MOST_BYTES_A_LOAD = 2000
+"""Growth of a process that counts as none. An adapter has 500,000 bytes in 42 tensors; requests grow a gateway, too."""
 
 
 def disagreements(logits: torch.Tensor, num_prompt: int, completion: Sequence[int]) -> list[int]:
@@ -97,3 +105,52 @@ def test_requests_of_adapters_get_peft_s_tokens(tmp_path: Path) -> None:
             group.wait_ready_again(after_epoch=epoch)
             assert list(admin.adapters()) == ["all", "mlp", "some"]
             together("all", "test", "some", "mlp")
+
+
+def test_a_thousand_loads_under_load_leave_memory_as_it_was(tmp_path: Path) -> None:
+    model, roots = save_tiny_model(tmp_path / "model", "llama"), tmp_path / "adapters"
+    for seed, name in enumerate(("kept", "odd", "even"), start=1):
+        save_adapter(model, roots / name, modules=ALL, rank=16, seed=seed)
+    load = [{"name": "kept", "directory": str(roots / "kept")}]
+    spec = {"maxLoaded": 2, "roots": [str(roots)], "load": load}
+    manifest = write_manifest(tmp_path, model=model, ranks=2, max_model_len=256, engine={"adapters": spec})
+    over, resident = threading.Event(), dict[str, list[int]]()
+
+    def ask(stub: Any, name: str) -> int:
+        """Ask again and again, until it is over; return how often."""
+        first = [completed(stub, name, prompt) for prompt in PROMPTS]
+        for number in itertools.count(len(PROMPTS)):
+            if over.is_set():
+                return number
+            at = number % len(PROMPTS)
+            assert completed(stub, name, PROMPTS[at]) == first[at], (name, number)
+        raise AssertionError("it counts for ever")
+
+    with ExitStack() as stack:
+        group = stack.enter_context(LocalGroupProcess(manifest, home=tmp_path / "home"))
+        admin = stack.enter_context(group.admin())
+        channel = grpc.insecure_channel(group.record.inference, options=[("grpc.enable_http_proxy", 0)])
+        stub = inference_pb2_grpc.InferenceStub(stack.enter_context(channel))
+        pool = stack.enter_context(ThreadPoolExecutor(4))
+        stack.callback(over.set)
+        asking = [pool.submit(ask, stub, name) for name in ("test", "kept", "test", "kept")]
+        processes = {name: psutil.Process(pid) for name, pid in group.record.processes.items()}
+        answers: dict[str, list[int]] = {}
+        for number in range(LOADS):
+            source = ("even", "odd")[number % 2]
+            admin.load_adapter("passing", str(roots / source))
+            if number % 10 < 2:
+                answer = completed(stub, "passing", PROMPTS[0])
+                assert answers.setdefault(source, answer) == answer, number
+            admin.unload_adapter("passing")
+            if number % 10 == 0 and number >= LOADS * WARM_UP:
+                for name, process in processes.items():
+                    resident.setdefault(name, []).append(process.memory_info().rss)
+        over.set()
+        asked = [each.result() for each in asking]
+        assert group.record.processes == {name: process.pid for name, process in processes.items()}
+    assert min(asked) > LOADS / 20, asked
+    assert answers["odd"] != answers["even"]
+    growth = {name: statistics.linear_regression(range(len(rss)), rss).slope / 10 for name, rss in resident.items()}
+    print(f"bytes a load: {growth}; requests: {sum(asked)}")
+    assert all(each < MOST_BYTES_A_LOAD for each in growth.values()), (growth, resident)

@@ -12,21 +12,22 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from hetero_api.errors import ModelError
 from hetero_api.model_directory import ADAPTER_CONFIG, ADAPTER_TENSORS, model_file
+from hetero_api.sharding import UnitRange
 from hetero_worker.checkpoints.checkpoint import rows_in_order
-from hetero_worker.checkpoints.safetensors_store import check_header_length
+from hetero_worker.checkpoints.safetensors_store import DTYPES, SafetensorsFile, StoredTensor
 from hetero_worker.checkpoints.store import TensorSlice
 
 MAX_RANK: Final = 256
 _PREFIX: Final = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
-_DTYPES: Final = frozenset({"F32", "F16", "BF16"})
+_FLOATS: Final = frozenset({"F32", "F16", "BF16"})
 
 Targets = Mapping[str, tuple[int, int]]
 """(out, in) of the weights of modules that take adapters, by the modules' names in the checkpoint."""
@@ -58,31 +59,23 @@ class LoraAdapter:
             )
         self.rank: Final = config.r
         self._scaling = config.scaling
-        self._file: Any = None
+        self._file: SafetensorsFile | None = None
         self.modules: frozenset[str] = frozenset()
         """Names of the modules that the adapter changes, once it is open."""
 
     def __enter__(self) -> Self:
         real = model_file(self._path)
         try:
-            check_header_length(real)
-            self._file = safe_open(real, framework="pt")
-            self._file.__enter__()
+            self._file = SafetensorsFile(real)
         except (SafetensorError, OSError, ValueError) as error:
             raise ModelError(f"{self._path}: cannot be read as safetensors: {error}; save the adapter again") from error
-        try:
-            self.modules = self._check_tensors()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
+        self.modules = self._check_tensors(self._file.tensors)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.__exit__(kind, error, trace)
+        self._file = None
 
     def digests(self) -> dict[str, bytes]:
         """Return the digest of each file. Raises OSError."""
@@ -100,38 +93,40 @@ class LoraAdapter:
         module = part.name.removesuffix(".weight")
         if module not in self.modules:
             return None
-        rows, columns = part.row_range, part.column_range
-        down = self._read(module, _DOWN)[:, columns.begin : columns.end].float()
-        up = rows_in_order(self._read(module, _UP)[rows.begin : rows.end, :], part.order).float()
+        down = self._read(module, _DOWN, None, part.column_range)
+        up = rows_in_order(self._read(module, _UP, part.row_range), part.order)
         for name, tensor in ((_DOWN, down), (_UP, up)):
             if not tensor.isfinite().all():
                 raise ModelError(f"{self._path}: {_PREFIX}{module}{name}: has numbers that are not finite")
         return LowRankFactors(down, up * self._scaling)
 
-    def _read(self, module: str, suffix: str) -> Any:
-        return self._file.get_slice(f"{_PREFIX}{module}{suffix}")
+    def _read(self, module: str, suffix: str, *ranges: UnitRange | None) -> torch.Tensor:
+        """Return a copy of a range of each of the first dimensions, float32; None: all of it."""
+        assert self._file is not None, "the adapter is open"
+        name = f"{_PREFIX}{module}{suffix}"
+        found = self._file.slice_as(name, DTYPES[self._file.tensors[name].dtype], *ranges)
+        return found.to(torch.float32, copy=True)
 
-    def _check_tensors(self) -> frozenset[str]:
+    def _check_tensors(self, tensors: Mapping[str, StoredTensor]) -> frozenset[str]:
         """Return the modules that the file has factors of, after a look at each tensor's name, type and shape."""
-        names = frozenset(self._file.keys())
-        modules = {self._module_of(name) for name in names}
+        modules = {self._module_of(name) for name in tensors}
         if not modules:
             raise ModelError(f"{self._path}: holds no tensors; save the adapter again")
         for module in sorted(modules):
             out, width = self._targets[module]
             for suffix, shape in ((_DOWN, (self.rank, width)), (_UP, (out, self.rank))):
                 name = f"{_PREFIX}{module}{suffix}"
-                if name not in names:
+                if name not in tensors:
                     raise ModelError(f"{self._path}: {name}: is missing; save the adapter again")
-                stored = self._file.get_slice(name)
-                if stored.get_dtype() not in _DTYPES:
+                stored = tensors[name]
+                if stored.dtype not in _FLOATS:
                     raise ModelError(
-                        f"{self._path}: {name}: is stored as {stored.get_dtype()}; store it as one of "
-                        f"{', '.join(sorted(_DTYPES))}"
+                        f"{self._path}: {name}: is stored as {stored.dtype}; store it as one of "
+                        f"{', '.join(sorted(_FLOATS))}"
                     )
-                if tuple(stored.get_shape()) != shape:
+                if stored.shape != shape:
                     raise ModelError(
-                        f"{self._path}: {name}: has shape {stored.get_shape()}; r in {ADAPTER_CONFIG} and the model "
+                        f"{self._path}: {name}: has shape {list(stored.shape)}; r in {ADAPTER_CONFIG} and the model "
                         f"ask for {list(shape)}: is the adapter of this model?"
                     )
         return frozenset(modules)
