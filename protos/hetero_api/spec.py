@@ -304,6 +304,10 @@ class AdaptersSpec(SpecModel):
     """Folders that adapters may be loaded from; the same files must be there on every rank (pools' volumes)."""
     load: Annotated[list[AdapterSpec], Field(max_length=64)] = Field(default_factory=list)
     """Adapters that are loaded from the start, at most maxLoaded."""
+    experts: bool = False
+    """Let adapters change a model's experts, too, on CPU ranks. Memory is kept for factors of maxRank of every expert;
+    experts stay where they are (placement.rebalanceExperts).
+    """
     over_http: bool = False
     """Serve /v1/load_lora_adapter and /v1/unload_lora_adapter, too, to keys of the role admin and to the
     administrator's token. A local group without keys asks for neither.
@@ -333,6 +337,15 @@ class AdaptersSpec(SpecModel):
 
 class EngineSpec(SpecModel):
     """Bounds and sizes of the engine."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "adapters.experts",
+            "!self.adapters.experts || self.expertDeferral == 0",
+            "does not go with expertDeferral: set one of them to its default",
+            lambda engine: not engine.adapters.experts or engine.expert_deferral == 0,
+        ),
+    )
 
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 64
     """Most sequences in one step."""

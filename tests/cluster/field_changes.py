@@ -203,6 +203,7 @@ CHANGES: Final[Mapping[str, Change]] = {
         base={"engine.adapters": {"maxLoaded": 1, "load": [{"name": "x", "uri": "pvc://models/one"}]}},
         at="engine.adapters.load", shows='"subPath": "two"',
     ),
+    "engine.adapters.experts": Change(True, GATEWAY),
     "engine.adapters.overHttp": Change(True, GATEWAY),
     "engine.speculative.kind": Change("Auto", GATEWAY),
     "engine.speculative.maxTokens": Change(4, GATEWAY),

@@ -107,6 +107,32 @@ def test_requests_of_adapters_get_peft_s_tokens(tmp_path: Path) -> None:
             together("all", "test", "some", "mlp")
 
 
+def test_requests_get_peft_s_tokens_of_adapters_of_experts_beside_others(tmp_path: Path) -> None:
+    """Steps with one of them are neither recorded nor sent several at a time; those before it were."""
+    model, roots = save_tiny_model(tmp_path / "model", "qwen3-moe"), tmp_path / "adapters"
+    stacks = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    plain = save_adapter(model, roots / "plain", modules=("q_proj", "o_proj"), rank=4)
+    experts = save_adapter(model, roots / "experts", modules=("o_proj",), rank=4, target_parameters=stacks, seed=1)
+    sources: dict[str, Any] = {"test": Reference.from_directory(model), "plain": plain, "experts": experts}
+    spec = {"maxLoaded": 2, "roots": [str(roots)], "experts": True}
+    manifest = write_manifest(tmp_path, model=model, ranks=2, max_model_len=256, engine={"adapters": spec})
+
+    with ExitStack() as stack:
+        group = stack.enter_context(LocalGroupProcess(manifest, home=tmp_path / "home"))
+        admin, pool = stack.enter_context(group.admin()), stack.enter_context(ThreadPoolExecutor(8))
+        channel = grpc.insecure_channel(group.record.inference, options=[("grpc.enable_http_proxy", 0)])
+        stub = inference_pb2_grpc.InferenceStub(stack.enter_context(channel))
+        admin.load_adapter("plain", str(roots / "plain"))
+        for names in (("plain",), ("plain", "test"), ("plain", "test", "experts"), ("experts",), ("plain", "test")):
+            if "experts" in names and "experts" not in admin.adapters():
+                admin.load_adapter("experts", str(roots / "experts"))
+            asked = [(name, prompt) for name in names for prompt in PROMPTS]
+            answers = pool.map(lambda each: completed(stub, *each), asked)
+            for (name, prompt), tokens in zip(asked, answers, strict=True):  # PEFT computes on one thread at a time
+                wrong = disagreements(sources[name].logits([*prompt, *tokens[:-1]]), len(prompt), tokens)
+                assert not wrong, (name, prompt, tokens, wrong)
+
+
 def test_a_thousand_loads_under_load_leave_memory_as_it_was(tmp_path: Path) -> None:
     model, roots = save_tiny_model(tmp_path / "model", "llama"), tmp_path / "adapters"
     for seed, name in enumerate(("kept", "odd", "even"), start=1):

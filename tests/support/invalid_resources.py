@@ -417,6 +417,12 @@ def _by_rules_of_the_rest() -> list[InvalidResource]:
     taint = "spec/pools/0/scheduling/tolerations"
     cases: list[tuple[str, dict[str, Any], str, str]] = [
         (
+            "adapted-experts-that-come-late",
+            {"spec/engine": {"expertDeferral": 1, "adapters": {"experts": True}}},
+            "spec.engine.adapters.experts",
+            "does not go with expertDeferral: set one of them to its default",
+        ),
+        (
             "drafts-of-nothing",
             {"spec/engine/speculative": {"kind": "Draft"}},
             "spec.engine.speculative.draft",

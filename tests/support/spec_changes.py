@@ -147,6 +147,7 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
         "engine.adapters.maxLoaded": 1,
         "engine.adapters.load": [{"name": "x", "uri": "file:///a/x"}],
     },
+    "engine.adapters.experts": {"engine.adapters.experts": True},
     "engine.adapters.overHttp": {"engine.adapters.overHttp": True},
     "engine.speculative.kind": {"engine.speculative.kind": "NGram"},
     "engine.speculative.draft.uri": {

@@ -61,7 +61,7 @@ def test_a_slice_gets_its_rows_of_the_one_factor_and_its_columns_of_the_other(tm
         ("peft_type", "LOHA"), ("r", 0), ("r", 257), ("r", "8"), ("r", True), ("lora_alpha", -1), ("bias", "all"),
         ("lora_alpha", float("nan")), ("use_dora", True), ("lora_bias", True), ("fan_in_fan_out", True),
         ("modules_to_save", ["lm_head"]), ("rank_pattern", {"q_proj": 4}), ("alpha_pattern", {"q_proj": 4}),
-        ("layer_replication", [[0, 1]]), ("target_parameters", ["mlp.experts.gate_up_proj"]),
+        ("layer_replication", [[0, 1]]),
         ("trainable_token_indices", [1]), ("init_lora_weights", "pissa"), ("use_qalora", True),
         ("alora_invocation_tokens", [5]), ("of_a_later_peft", {"x": 1}),
     ],
@@ -139,3 +139,37 @@ def test_modules_that_take_adapters_follow_from_the_model(tmp_path: Path, varian
     """Experts and latent attention take none."""
     targets = adapter_targets(ModelConfig.from_directory(save_tiny(variant, tmp_path).directory))
     assert {name.rpartition(".")[2] for name in targets} == kinds
+
+
+STACK = "base_model.model.model.layers.0.mlp.experts"
+OF_EXPERTS = {
+    f"model.layers.0.mlp.experts.{number}.{name}": shape
+    for number in range(3)
+    for name, shape in (("gate_proj", (5, 4)), ("up_proj", (5, 4)), ("down_proj", (4, 5)))
+}
+
+
+def stack(module: str, down: tuple[int, int], up: tuple[int, int]) -> dict[str, torch.Tensor | None]:
+    return {f"{module}.lora_A.weight": torch.ones(down), f"{module}.lora_B.weight": torch.ones(up)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "problem"),
+    [
+        (stack(STACK, (6, 4), (9, 6)), r"experts.lora_B.weight: has shape \[9, 6\].*\[10, 6\]"),
+        (stack(STACK, (4, 4), (10, 4)), r"experts.lora_A.weight: has shape \[4, 4\].*\[6, 4\]"),
+        (
+            stack(STACK, (6, 4), (10, 6)) | stack(f"{STACK}.base_layer", (6, 4), (10, 6)),
+            r"changes model.layers.0.mlp.experts.gate_up_proj, as .* does",
+        ),
+        (stack(STACK, (6, 5), (4, 6)) | stack(f"{STACK}.1.down_proj", (2, 5), (4, 2)), "of stacks of experts, too"),
+        ({f"{STACK}.lora_B.weight": torch.ones(10, 6)}, "experts.lora_A.weight: is missing"),
+        (stack(f"{STACK}.base_layer.base_layer", (6, 4), (10, 6)), "takes no adapter in this model"),
+    ],
+)
+def test_stacks_of_experts_that_do_not_fit_are_refused_by_the_tensor(
+    tmp_path: Path, tensors: dict[str, torch.Tensor | None], problem: str
+) -> None:
+    write(tmp_path, None, **{UP: None, DOWN: None} | tensors)
+    with pytest.raises(ModelError, match=problem), LoraAdapter(tmp_path, OF_EXPERTS):
+        pass
