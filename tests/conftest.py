@@ -9,6 +9,7 @@ and machines that run tests are busy.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 import tomllib
@@ -41,6 +42,17 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
         file, _, test = item.nodeid.partition("::")
         if {file, f"{file}::{test.partition('[')[0]}", item.nodeid} & extended:
             item.add_marker(pytest.mark.extended)
+
+
+def pytest_collection_finish() -> None:
+    """Leave thousands of tests out of every collection of garbage, which commands of ranks ask for."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter free all of it at its end: libraries report what is left as leaks."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, Final
 
 from pydantic import BaseModel
@@ -110,6 +111,7 @@ def fields_with(spec: Mapping[str, Any], effects: frozenset[Effect], *, prefix: 
     return kept
 
 
+@lru_cache(maxsize=1024)
 def _is_uniform(path: str) -> bool:
     """Whether everything at and below a path has one effect."""
     return not any(known.startswith(f"{path}.") for known in EFFECTS)

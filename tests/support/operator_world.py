@@ -6,7 +6,6 @@ test lets them, so every order of events can be told.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from hetero_operator.reconcile.model import (
 )
 from hetero_operator.reconcile.plan import plan
 from hetero_operator.reconcile.revision import digest
-from tests.support.kube_defaults import with_defaults
+from tests.support.kube_defaults import copied, with_defaults
 from tests.support.render_cases import OPEN, OPTIONS, PLAIN
 
 _TOKEN = "dG9rZW4="
@@ -53,10 +52,10 @@ class OperatorWorld:
     def observe(self) -> Observed:
         """What the operator would see now; a copy."""
         return Observed(
-            resource=copy.deepcopy(self.resource),
-            owned=copy.deepcopy(list(self.objects.values())),
-            pods=copy.deepcopy([pod for pod in self.pods.values() if LABEL_NAME in pod["metadata"]["labels"]]),
-            failed_pods=copy.deepcopy(self.failed_pods),
+            resource=copied(self.resource),
+            owned=copied(list(self.objects.values())),
+            pods=copied([pod for pod in self.pods.values() if LABEL_NAME in pod["metadata"]["labels"]]),
+            failed_pods=copied(self.failed_pods),
             now=self.now,
             nodes=dict(self.nodes),
             gateway=self.gateways.get(0),
@@ -102,7 +101,7 @@ class OperatorWorld:
 
     def change(self, spec: Mapping[str, Any]) -> None:
         """The user writes another spec."""
-        self.resource["spec"] = copy.deepcopy(dict(spec))
+        self.resource["spec"] = copied(dict(spec))
         self.resource["metadata"]["generation"] += 1
 
     def uids(self, role: str) -> set[str]:
@@ -130,11 +129,11 @@ class OperatorWorld:
                 self.pods[name] = self._pod(name, owner["spec"]["template"])
 
     def _pod(self, name: str, template: Mapping[str, Any]) -> dict[str, Any]:
-        metadata = {**copy.deepcopy(template["metadata"]), "name": name, "namespace": "models", "uid": self._uid()}
+        metadata = {**copied(template["metadata"]), "name": name, "namespace": "models", "uid": self._uid()}
         status = {"phase": "Running", "startTime": self._time()}
         return {
             "apiVersion": "v1", "kind": "Pod", "metadata": {**metadata, "creationTimestamp": self._time()},
-            "spec": copy.deepcopy(template["spec"]), "status": status,
+            "spec": copied(template["spec"]), "status": status,
         }  # fmt: skip
 
     def _store(self, item: Mapping[str, Any]) -> None:

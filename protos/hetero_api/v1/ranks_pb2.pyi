@@ -897,7 +897,7 @@ class FormGroup(_message.Message):
     """Seconds between two heartbeats of a rank."""
     dtype: _builtins.str
     """Arithmetic type of the group, as LoadModel.dtype will say it, if the plan is still to be decided: ranks measure the
-    model's parts in it, all at once, and tell in Formed. Empty: nothing is to be measured.
+    model's parts in it, all at once, and tell in Formed. A lone rank measures none. Empty: nothing is to be measured.
     """
     @_builtins.property
     def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankPlace]:

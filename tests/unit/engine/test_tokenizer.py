@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Encoding, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from hetero_api.errors import ModelError
 from hetero_gateway.engine.errors import InvalidRequest
 from hetero_gateway.engine.text.tokenizer import TextTokenizer
+from hetero_gateway.engine.text.windows import ids_by_windows
 from tests.unit.engine.tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer, save
 
 pytestmark = pytest.mark.unit
@@ -244,3 +246,90 @@ def test_a_text_of_the_longest_tokens_is_not_refused(model: Path) -> None:
 def test_an_unknown_word_may_be_longer_than_all_tokens(tmp_path: Path) -> None:
     tokenizer = TextTokenizer.from_directory(save(wordpiece_tokenizer(), tmp_path))
     assert tokenizer.encode("x" * 100_000, max_model_len=2) == [0]
+
+
+REAL = (
+    "The quick brown fox — naïve café, größer; 你好，世界。  \n\n\tdef f(x): return x ** 2  # 12345 <think> <s>\n"
+    "🙂🙃🚀 e\u0301"
+)
+
+
+def _long_text(seed: int) -> str:
+    """Words, runs of one character, and characters by chance: some 300,000."""
+    chance = random.Random(seed)
+    parts: list[str] = []
+    while sum(map(len, parts)) < 300_000:
+        match chance.randrange(5):
+            case 0:
+                parts.append(REAL * chance.randrange(1, 40))
+            case 1:
+                parts.append(chance.choice(" \nax你🙂") * chance.randrange(1, 3000))
+            case 2:
+                parts.append("".join(chr(chance.randrange(32, 0x3000)) for _ in range(chance.randrange(2000))))
+            case 3:
+                parts.append(" ".join(chance.choices(REAL.split(), k=chance.randrange(2000))))
+            case _:
+                parts.append("".join(chance.choices("the dog 你好", k=chance.randrange(3000))))
+    return "".join(parts)
+
+
+def _metaspace_tokenizer() -> Tokenizer:
+    """As Llama 2's is published: the first word gets a mark, too, and the text two special tokens."""
+    tokenizer = byte_fallback_tokenizer()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    special = [("<s>", 1), ("</s>", 2)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=special)
+    return tokenizer
+
+
+def _regex_tokenizer() -> Tokenizer:
+    """As GPT-2's: words, numbers and white space are told apart, and offsets leave out the space before a word."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=True)
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    return tokenizer
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(
+    "make", [byte_level_tokenizer, byte_fallback_tokenizer, _metaspace_tokenizer, _regex_tokenizer]
+)
+def test_a_long_text_has_the_tokens_of_the_library(tmp_path: Path, make: Callable[[], Tokenizer], seed: int) -> None:
+    text, whole = _long_text(seed), make()
+    expected = whole.encode_batch_fast([text])[0].ids
+    assert TextTokenizer.from_directory(save(whole, tmp_path)).encode(text) == expected
+    by_windows = ids_by_windows(lambda part: whole.encode_batch([part], add_special_tokens=False)[0], text, most=None)
+    assert by_windows is not None
+
+
+def test_a_long_text_of_the_demo_s_model(smollm2: Path) -> None:
+    text = _long_text(4)
+    whole = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
+    ids = ids_by_windows(lambda part: whole.encode_batch([part], add_special_tokens=False)[0], text, most=None)
+    assert ids == whole.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+
+def test_a_text_without_places_to_agree_about_is_encoded_whole(tmp_path: Path) -> None:
+    """One unknown token of 300,000 characters."""
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    text = "a " + 300_000 * "b" + " a"
+    assert ids_by_windows(tokenizer.encode, text, most=None) is None
+    assert TextTokenizer.from_directory(save(tokenizer, tmp_path)).encode(text) == [1, 0, 1]
+
+
+def test_a_text_with_too_many_tokens_is_not_encoded_to_its_end(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[int] = []
+    tokenizer = TextTokenizer.from_directory(model)
+    encode_part = tokenizer._encode_part
+
+    def counted(part: str) -> Encoding:
+        encoded.append(len(part))
+        return encode_part(part)
+
+    monkeypatch.setattr(tokenizer, "_encode_part", counted)
+    text = "the dog " * 70_000
+    with pytest.raises(InvalidRequest, match=r"prompt.*at least \d+ tokens"):
+        tokenizer.encode(text, max_model_len=10_000)
+    assert sum(encoded) < len(text) / 3

@@ -3,7 +3,7 @@
     python -m tests.unit.server.gateway_process FOLDER MAX_MODEL_LEN
 
 It prints one JSON line with its addresses, then one for each line that it reads: what happened since the last.
-It may be given a limit: so much memory more than it has once it serves. Beyond that the kernel gives it none.
+It has a limit: HEADROOM_BYTES of memory more than it has once it serves. Beyond that the kernel gives it none.
 
 The longest pause of the loop is measured by a task that wakes every few milliseconds. Time in which threads of the
 process waited for a core is no pause of the loop's own making, so it is taken off: the figure holds on a busy machine.
@@ -48,16 +48,14 @@ class GatewayReport:
 class GatewayProcess:
     """The parent's side."""
 
-    def __init__(self, folder: Path, *, max_model_len: int = 64, headroom_bytes: int | None = HEADROOM_BYTES) -> None:
-        """`headroom_bytes` None: without a limit."""
+    def __init__(self, folder: Path, *, max_model_len: int = 64) -> None:
         command = [sys.executable, "-m", __name__, str(folder), str(max_model_len)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
             self.addresses: dict[str, str] = self._read()
-            if headroom_bytes is not None:
-                process = psutil.Process(self._process.pid)
-                most_bytes = _memory("VmData", f"/proc/{process.pid}/status") + headroom_bytes
-                process.rlimit(psutil.RLIMIT_DATA, (most_bytes, most_bytes))
+            process = psutil.Process(self._process.pid)
+            most_bytes = _memory("VmData", f"/proc/{process.pid}/status") + HEADROOM_BYTES
+            process.rlimit(psutil.RLIMIT_DATA, (most_bytes, most_bytes))
         except ValueError:
             self._process.communicate()
             raise

@@ -155,13 +155,18 @@ def joined(
 class PlayedGroup(LoneGroup):
     """Groups that stand already, over one exchange."""
 
-    def __init__(self, exchange: LocalExchange) -> None:
+    def __init__(self, exchange: LocalExchange, num_ranks: int = 1) -> None:
         super().__init__()
+        self._num_ranks = num_ranks
         self.connected: list[bool] = []
         """Whether connections were to be batch-invariant."""
         self._exchange = exchange
         self.abort = exchange.abort  # type: ignore[method-assign]
         self.close = exchange.close  # type: ignore[method-assign]
+
+    @property
+    def num_ranks(self) -> int:
+        return self._num_ranks
 
     def formed(self, *, measure: bool) -> ranks_pb2.Formed:
         formed = ranks_pb2.Formed(exchange=ranks_pb2.EXCHANGE_KIND_GLOO, exchange_reason="no compiler")
@@ -176,13 +181,13 @@ class PlayedGroup(LoneGroup):
         return self._exchange
 
 
-def forming(*exchanges: LocalExchange) -> FormGroupFunction:
+def forming(*exchanges: LocalExchange, num_ranks: int = 1) -> FormGroupFunction:
     """A form_group that hands out these exchanges, one an epoch."""
     left = list(exchanges)
 
     def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Any:
         listener.close()
-        return PlayedGroup(left.pop(0))
+        return PlayedGroup(left.pop(0), num_ranks)
 
     return form
 
@@ -1035,8 +1040,11 @@ def test_a_plan_for_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
         shut_down(gateway, 1, rank)
 
 
-def test_the_way_to_the_gateway_is_measured_with_the_parts(tmp_path: Path) -> None:
-    with joined(tmp_path, form=forming(LocalExchange())) as (gateway, rank):
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_way_to_the_gateway_is_measured_and_parts_where_there_is_something_to_place(
+    tmp_path: Path, num_ranks: int
+) -> None:
+    with joined(tmp_path, form=forming(LocalExchange(), num_ranks=num_ranks)) as (gateway, rank):
         gateway.expect("hello")
         gateway.tell(1, form_group=form_message(dtype="float32"))
         for number in range(9):
@@ -1046,7 +1054,8 @@ def test_the_way_to_the_gateway_is_measured_with_the_parts(tmp_path: Path) -> No
         formed = gateway.expect("formed").formed
         shut_down(gateway, 1, rank)
 
-    assert formed.costs.costs_dtype == "float32"
+    assert formed.costs.costs_dtype == ("float32" if num_ranks > 1 else "")
+    assert (formed.costs.lone_memory_bandwidth > 0) is (num_ranks > 1)
     assert formed.costs.turnaround_s > 0
 
 

@@ -132,13 +132,13 @@ def does_not_fit(num_prompt: int, max_tokens: int, *, at_once: int, cache: Cache
     )
 
 
-def check_prompt_length(num_tokens: int, *, max_model_len: int) -> None:
-    """Raise InvalidRequest if a prompt of `num_tokens` leaves no room for a token to generate."""
+def check_prompt_length(num_tokens: int, *, max_model_len: int, all_counted: bool = True) -> None:
+    """Raise InvalidRequest if a prompt of `num_tokens`, or more, leaves no room for a token to generate."""
     if num_tokens >= max_model_len:
         raise InvalidRequest(
             "prompt",
-            f"has {num_tokens} tokens; with at least one to generate the model's length of "
-            f"{max_model_len} allows {max_model_len - 1}",
+            f"has {'' if all_counted else 'at least '}{num_tokens} tokens; with at least one to generate the model's "
+            f"length of {max_model_len} allows {max_model_len - 1}",
         )
 
 

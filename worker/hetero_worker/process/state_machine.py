@@ -331,11 +331,16 @@ class WorkerStateMachine:
         self._send(ranks_pb2.RankMessage(formed=formed))
 
     def _costs_in(self, dtype: str, config: ModelConfig, group: GroupCoordinator) -> ranks_pb2.DeviceSpeeds:
-        """Measure how fast the ranks are together and each alone. A lone rank's bandwidth is in Hello."""
+        """Measure how fast the ranks are together and each alone.
+
+        With one rank there is nothing to place: what is predicted of it comes from the rates that are in Hello, and it
+        serves two or three seconds sooner.
+        """
+        if group.num_ranks == 1:
+            return ranks_pb2.DeviceSpeeds(turnaround_s=self._turnaround_s())
         costs = self._probe.costs(dtype, config, group)
         costs.turnaround_s = self._turnaround_s()
-        if group.num_ranks > 1:
-            costs.memory_bandwidth, costs.lone_memory_bandwidth = group.shared_bandwidth(self._probe.bandwidth)
+        costs.memory_bandwidth, costs.lone_memory_bandwidth = group.shared_bandwidth(self._probe.bandwidth)
         return costs
 
     def _turnaround_s(self) -> float:

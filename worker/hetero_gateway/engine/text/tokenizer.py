@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 from tokenizers.models import BPE
 
 from hetero_api.errors import ModelError
@@ -28,6 +28,7 @@ from hetero_gateway.engine.text.chat_template import ChatTemplate
 from hetero_gateway.engine.text.detokenizer import ByteLevelText, IncrementalDetokenizer, WindowText
 from hetero_gateway.engine.text.gguf_tokenizer import read_gguf_tokenizer
 from hetero_gateway.engine.text.tiktoken_tokenizer import TIKTOKEN_FILE, read_tiktoken_tokenizer
+from hetero_gateway.engine.text.windows import WINDOW_CHARS, ids_by_windows
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
@@ -40,6 +41,8 @@ _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
 _SENTENCEPIECE_SPACE: Final = "\N{LOWER ONE EIGHTH BLOCK}"
 _SHORT_CHARS: Final = 4096
 """Longest text that is not worth the detour to the library's threads."""
+_LONG_CHARS: Final = 4 * WINDOW_CHARS
+"""Longest text whose record by the library is taken whole."""
 _NORMALIZER_SHRINKS: Final = 4
 """A normalizer may write a character of four bytes as one of one byte."""
 _SPECIAL_TOKEN_NAMES: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -160,16 +163,37 @@ class TextTokenizer:
             longest = self._longest_token_bytes
             check_prompt_bytes(num_bytes, longest_token_bytes=longest, max_model_len=max_model_len)
         try:
-            if len(text) <= _SHORT_CHARS:
-                encoding = self._tokenizer.encode(text, add_special_tokens=with_special_tokens)
-            else:
-                # Unlike `encode`, this lets other threads run meanwhile.
-                (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=with_special_tokens)
+            ids = self._ids(text, with_special_tokens=with_special_tokens, most=max_model_len)
         except Exception as error:  # the library has no narrower one, e.g. for a vocabulary without its unknown token
             raise InvalidRequest("prompt", f"the model's tokenizer cannot encode it: {error}") from error
         if max_model_len is not None:
-            check_prompt_length(len(encoding), max_model_len=max_model_len)
+            all_counted = len(text) <= _LONG_CHARS or len(ids) <= max_model_len
+            check_prompt_length(len(ids), max_model_len=max_model_len, all_counted=all_counted)
+        return ids
+
+    def _ids(self, text: str, *, with_special_tokens: bool, most: int | None) -> list[int]:
+        """Return all ids, or the first ones if there are more than `most`."""
+        if len(text) <= _SHORT_CHARS:
+            return list(self._tokenizer.encode(text, add_special_tokens=with_special_tokens).ids)
+        if len(text) > _LONG_CHARS:
+            ids = ids_by_windows(self._encode_part, text, most=most)
+            if ids is not None and with_special_tokens:
+                ids[:0], ids[len(ids) :] = self._special_around(text[:_SHORT_CHARS])
+            if ids is not None:
+                return ids
+        # Unlike `encode`, this lets other threads run meanwhile.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=with_special_tokens)
         return list(encoding.ids)
+
+    def _encode_part(self, text: str) -> Encoding:
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        return encoding
+
+    def _special_around(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the special tokens that stand before a text, and behind it."""
+        encoding = self._tokenizer.encode(text)
+        own = [index for index, is_special in enumerate(encoding.special_tokens_mask) if not is_special]
+        return encoding.ids[: own[0]], encoding.ids[own[-1] + 1 :]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text without special tokens; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
