@@ -338,15 +338,6 @@ class AdaptersSpec(SpecModel):
 class EngineSpec(SpecModel):
     """Bounds and sizes of the engine."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
-            "adapters.experts",
-            "!self.adapters.experts || self.expertDeferral == 0",
-            "does not go with expertDeferral: set one of them to its default",
-            lambda engine: not engine.adapters.experts or engine.expert_deferral == 0,
-        ),
-    )
-
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 64
     """Most sequences in one step."""
     max_num_batched_tokens: Annotated[int, Field(ge=1, le=131_072)] = 512
@@ -549,6 +540,12 @@ class HeteroInferenceSpec(SpecModel):
                 not spec.engine.expert_deferral
                 or (len({pool.type for pool in spec.pools}) > 1 and spec.placement.mode != PlacementMode.GPU_ONLY)
             ),
+        ),
+        Rule(
+            "engine.adapters.experts",
+            "!self.engine.adapters.experts || self.engine.expertDeferral == 0",
+            "does not go with expertDeferral: set one of them to its default",
+            lambda spec: not spec.engine.adapters.experts or spec.engine.expert_deferral == 0,
         ),
         *ONE_POD_RULES,
         *ROUTER_RULES,
