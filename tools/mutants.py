@@ -76,6 +76,13 @@ MUTANTS: Final = (
         ("tests/unit/engine/test_answer_parser.py",),
     ),
     Mutant(
+        "holds: ranks keep the slots of what ended while others run",
+        "worker/hetero_gateway/engine/core.py",
+        "            step = self._scheduler.schedule_release(in_flight=group)",
+        "            step = None",
+        ("tests/unit/engine/test_core.py",),
+    ),
+    Mutant(
         "proposals: the draw behind a wrong token is kept, too",
         "worker/hetero_worker/runners/running_step.py",
         "number = num_accepted(tokens, proposed.get(slot, ())) + 1",

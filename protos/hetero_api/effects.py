@@ -44,6 +44,7 @@ EFFECTS: Final[Mapping[str, Effect]] = {
     "exchange.kind": Effect.GATEWAY,
     "exchange.hostPath": Effect.RANKS,
     "engine": Effect.GATEWAY,
+    "engine.adapters.load.uri": Effect.RANKS,
     "engine.speculative.draft": Effect.RANKS,
     "gateway": Effect.GATEWAY,
     "gateway.service": Effect.NONE,
@@ -101,6 +102,8 @@ def fields_with(spec: Mapping[str, Any], effects: frozenset[Effect], *, prefix: 
         path = f"{prefix}{key}"
         if _is_uniform(path):
             part: Any = value if effect_of(path) in effects else None
+        elif isinstance(value, list):
+            part = [found for item in value if (found := fields_with(item, effects, prefix=f"{path}."))] or None
         else:
             part = fields_with(value, effects, prefix=f"{path}.") or None
         if part is not None:

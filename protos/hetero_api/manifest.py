@@ -213,7 +213,7 @@ def _adapter_problems(adapters: AdaptersSpec, *, taken: Sequence[str]) -> list[s
             problems.append(
                 f"{path}.load[{index}].name: {adapter.name!r} is the model's or another adapter's; take another"
             )
-        if adapters.root_of(adapter.directory) is None:
+        if adapter.directory is not None and adapters.root_of(adapter.directory) is None:
             problems.append(f"{path}.load[{index}].directory: lies in none of {path}.roots; add its folder there")
         seen.add(adapter.name)
     return problems

@@ -26,6 +26,9 @@ MAX_HEADER_BYTES: Final = 64 << 20
 """Header of a file of weights."""
 WEIGHTS_FILE: Final = "model.safetensors"
 WEIGHTS_INDEX: Final = "model.safetensors.index.json"
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_TENSORS: Final = "adapter_model.safetensors"
+"""Files of a LoRA adapter, as PEFT saves it."""
 _CACHED_MODEL: Final = "models--*"
 _CACHE_FOLDERS: Final = ("blobs", "snapshots")
 

@@ -8,6 +8,7 @@ here and camelCase in YAML. Use `hetero_api.manifest.load_manifest` to read a fi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Annotated, ClassVar, Final, Literal
 
@@ -29,7 +30,7 @@ from hetero_api.spec_cluster import (
 )
 from hetero_api.spec_http import HttpSpec
 from hetero_api.spec_idle import IdleSpec
-from hetero_api.spec_model import URI_RULES, DType, ModelSpec, SecretKeyRef, UriText
+from hetero_api.spec_model import FOLDER_URI_RULES, URI_RULES, DType, ModelSpec, SecretKeyRef, UriText, where_given
 from hetero_api.spec_pods import PodPatch, Variables, Volumes, leaves_our_variables
 from hetero_api.spec_pools import MAX_RANKS, Pools, PoolSpec, PoolType
 from hetero_api.spec_router import CacheIsolation, RouterSpec, RouterType
@@ -270,10 +271,24 @@ class SpeculativeSpec(SpecModel):
 class AdapterSpec(SpecModel):
     """A LoRA adapter, as PEFT saves it."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "uri",
+            "has(self.uri) != has(self.directory)",
+            "set uri or directory, and not both",
+            lambda adapter: (adapter.uri is None) != (adapter.directory is None),
+        ),
+        *where_given("uri", FOLDER_URI_RULES),
+    )
+
     name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
     """Name that requests ask for."""
-    directory: HostFolder
-    """Its directory, on every rank."""
+    uri: UriText | None = None
+    """Where it is, as in model.uri: a folder with adapter_config.json and adapter_model.safetensors. It is brought to
+    every rank as the model is, with model.tokenSecretRef and model.cache for the Hub, and needs none of roots.
+    """
+    directory: HostFolder | None = None
+    """Its directory on every rank, in one of roots, in place of a uri."""
 
 
 class AdaptersSpec(SpecModel):
@@ -288,11 +303,30 @@ class AdaptersSpec(SpecModel):
     roots: Annotated[list[HostFolder], Field(max_length=8)] = Field(default_factory=list)
     """Folders that adapters may be loaded from; the same files must be there on every rank (pools' volumes)."""
     load: Annotated[list[AdapterSpec], Field(max_length=64)] = Field(default_factory=list)
-    """Adapters that are loaded from the start, at most maxLoaded, in one of roots."""
+    """Adapters that are loaded from the start, at most maxLoaded."""
+    experts: bool = False
+    """Let adapters change a model's experts, too, on CPU ranks. Memory is kept for factors of maxRank of every expert;
+    experts stay where they are (placement.rebalanceExperts).
+    """
     over_http: bool = False
     """Serve /v1/load_lora_adapter and /v1/unload_lora_adapter, too, to keys of the role admin and to the
     administrator's token. A local group without keys asks for neither.
     """
+
+    @property
+    def uris(self) -> dict[str, str]:
+        """URIs of adapters that are named by one, in order, by their fields in the resource."""
+        named = {f"spec.engine.adapters.load[{index}].uri": each.uri for index, each in enumerate(self.load)}
+        return {path: uri for path, uri in named.items() if uri is not None}
+
+    def brought_to(self, directories: Sequence[str]) -> AdaptersSpec:
+        """Return the adapters with directories, which are roots, too, in place of their URIs, in order."""
+        left = iter(directories)
+        load = [
+            each if each.uri is None else each.model_copy(update={"uri": None, "directory": next(left)})
+            for each in self.load
+        ]
+        return self.model_copy(update={"load": load, "roots": [*self.roots, *directories]})
 
     def root_of(self, directory: str) -> str | None:
         """Return the folder of `roots` that a directory lies in; None: it lies in none."""
@@ -506,6 +540,12 @@ class HeteroInferenceSpec(SpecModel):
                 not spec.engine.expert_deferral
                 or (len({pool.type for pool in spec.pools}) > 1 and spec.placement.mode != PlacementMode.GPU_ONLY)
             ),
+        ),
+        Rule(
+            "engine.adapters.experts",
+            "!self.engine.adapters.experts || self.engine.expertDeferral == 0",
+            "does not go with expertDeferral: set one of them to its default",
+            lambda spec: not spec.engine.adapters.experts or spec.engine.expert_deferral == 0,
         ),
         *ONE_POD_RULES,
         *ROUTER_RULES,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, ClassVar, Final, NamedTuple
 
 from pydantic import Field
@@ -44,6 +46,7 @@ URI_FORMS: Final = (
 URI_SCHEMES: Final = tuple(form.scheme for form in URI_FORMS)
 _ANY_SCHEME: Final = f"^({'|'.join(URI_SCHEMES)})://"
 _PARENT: Final = r"/\.\.(/|$)"
+_ONE_MODEL_IN_GGUF: Final = r"^hf://.*:|\.gguf$"
 
 
 class DType(SpecEnum):
@@ -123,6 +126,31 @@ URI_RULES: Final[tuple[Rule, ...]] = (
     ),
 )
 """Rules of the URI of a model, in a section with a field `uri`."""
+FOLDER_URI_RULES: Final[tuple[Rule, ...]] = (
+    *URI_RULES,
+    Rule(
+        "uri",
+        f"!self.uri.matches({_quoted(_ONE_MODEL_IN_GGUF)})",
+        "must name a folder of safetensors files: neither a file in GGUF nor a VARIANT",
+        lambda model: re.search(_ONE_MODEL_IN_GGUF, model.uri) is None,
+    ),
+)
+"""Rules of a URI that names no GGUF file."""
+
+
+def where_given(field: str, rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Return rules of a field for a section that may leave it out."""
+
+    def loose(rule: Rule) -> Rule:
+        return replace(
+            rule,
+            cel=f"!has(self.{field}) || {rule.cel}",
+            holds=lambda model: getattr(model, field) is None or rule.holds(model),
+        )
+
+    return tuple(map(loose, rules))
+
+
 UriText = Annotated[str, Field(max_length=1024, json_schema_extra={"pattern": _ANY_SCHEME})]
 
 

@@ -198,6 +198,12 @@ CHANGES: Final[Mapping[str, Change]] = {
     "engine.adapters.load.directory": Change(
         [{"name": "x", "directory": "/a/y"}], GATEWAY, base=_ADAPTERS, at="engine.adapters.load"
     ),
+    "engine.adapters.load.uri": Change(
+        [{"name": "x", "uri": "pvc://models/two"}], RANKS,
+        base={"engine.adapters": {"maxLoaded": 1, "load": [{"name": "x", "uri": "pvc://models/one"}]}},
+        at="engine.adapters.load", shows='"subPath": "two"',
+    ),
+    "engine.adapters.experts": Change(True, GATEWAY),
     "engine.adapters.overHttp": Change(True, GATEWAY),
     "engine.speculative.kind": Change("Auto", GATEWAY),
     "engine.speculative.maxTokens": Change(4, GATEWAY),

@@ -82,6 +82,8 @@ def test_by_default_it_refuses_folders_of_nodes_alone(helm: Helm) -> None:
         "spec.model.uri",
         "spec.model.cache.hostPath",
         "spec.exchange.hostPath",
+        "spec.engine.speculative.draft.uri",
+        "spec.engine.adapters.load[].uri",
         "spec.gateway.podTemplate.spec.volumes[].hostPath.path",
         "spec.pools[].podTemplate.spec.volumes[].hostPath.path",
     }

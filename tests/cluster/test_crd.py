@@ -93,7 +93,7 @@ def test_defaults_are_the_ones_in_the_golden_resource(client: Client, namespace:
                 "cacheLayout": "Paged", "kvCacheDtype": "auto", "samplingDefaults": "Model",
                 "speculative": {"kind": "None", "maxTokens": 8},
                 "expertDeferral": 0,
-                "adapters": {"maxLoaded": 0, "maxRank": 16, "overHttp": False},
+                "adapters": {"maxLoaded": 0, "maxRank": 16, "experts": False, "overHttp": False},
             },
             "gateway": {
                 "service": {"type": "ClusterIP", "port": 50051, "httpPort": 8000}, "maxQueuedRequests": 1024,

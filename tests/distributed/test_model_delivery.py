@@ -122,6 +122,22 @@ def test_a_gateway_gets_no_weights(hub: StandInHub, tmp_path: Path) -> None:
     assert "model.safetensors" in files(tmp_path / "rank")
 
 
+def test_an_adapter_is_fetched_alone(hub: StandInHub, tmp_path: Path) -> None:
+    adapter = {"adapter_config.json": b'{"peft_type": "LORA"}', "adapter_model.safetensors": safetensors()}
+    hub.files |= {**adapter, "adapter_model.bin": b"pickled", "checkpoint-1/adapter_config.json": b"{}"}
+    with hub:
+        status, line = run(tmp_path, hub.endpoint, "--adapter")
+        assert status == EXIT_OK, line
+        assert files(tmp_path / "model") == set(adapter)
+        assert set(hub.downloads) == set(adapter)
+        for name, content in adapter.items():
+            assert (tmp_path / "model" / name).read_bytes() == content
+        del hub.files["adapter_model.safetensors"]
+        status, line = run(tmp_path / "other", hub.endpoint, "--adapter")
+    assert status == EXIT_PERMANENT
+    assert "adapter_model.safetensors: no such file" in line
+
+
 def gguf_file(tensors: int) -> bytes:
     with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
         writer = GGUFWriter(file.name, "llama")

@@ -417,6 +417,12 @@ def _by_rules_of_the_rest() -> list[InvalidResource]:
     taint = "spec/pools/0/scheduling/tolerations"
     cases: list[tuple[str, dict[str, Any], str, str]] = [
         (
+            "adapted-experts-that-come-late",
+            {"spec/engine": {"expertDeferral": 1, "adapters": {"experts": True}}},
+            "spec.engine.adapters.experts",
+            "does not go with expertDeferral: set one of them to its default",
+        ),
+        (
             "drafts-of-nothing",
             {"spec/engine/speculative": {"kind": "Draft"}},
             "spec.engine.speculative.draft",
@@ -433,6 +439,21 @@ def _by_rules_of_the_rest() -> list[InvalidResource]:
             {"spec/engine/speculative": {"kind": "Auto", "draft": {"uri": "file://small"}}},
             "spec.engine.speculative.draft.uri",
             "must be written as file:///PATH, an absolute path on the node",
+        ),
+        *(
+            (
+                f"adapter-{name}",
+                {"spec/engine/adapters": {"maxLoaded": 1, "roots": ["/a"], "load": [{"name": "x", **where}]}},
+                "spec.engine.adapters.load[0].uri",
+                message,
+            )
+            for name, where, message in (
+                ("of-nowhere", {}, "set uri or directory, and not both"),
+                ("of-two-places", {"uri": "hf://org/x", "directory": "/a/x"}, "set uri or directory, and not both"),
+                ("relative", {"uri": "file://x"}, "must be written as file:///PATH, an absolute path on the node"),
+                ("in-gguf", {"uri": "pvc://claim/x.gguf"}, "must name a folder of safetensors files"),
+                ("variant", {"uri": "hf://org/x:Q4_K_M"}, "must name a folder of safetensors files"),
+            )
         ),
         (
             "too-few-shares",

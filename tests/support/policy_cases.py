@@ -40,7 +40,7 @@ def _folder(field: str, path: str, allowed: Any, forbidden: Any) -> PolicyCase:
     return _case(field, "host_paths", "hostPaths", path, allowed, forbidden)
 
 
-def _image(field: str, path: str, allowed: str, forbidden: str) -> PolicyCase:
+def _image(field: str, path: str, allowed: Any, forbidden: Any) -> PolicyCase:
     return _case(field, "images", "images", path, allowed, forbidden)
 
 
@@ -135,6 +135,23 @@ def _volumes(name: str) -> list[Mapping[str, str]]:
 
 CASES: Final = (
     _folder("spec.model.uri", "model.uri", "file:///srv/models/a", "file:///srv/models2/a"),
+    *(
+        case
+        for field, path, of in (
+            (
+                "spec.engine.speculative.draft.uri", "engine.speculative",
+                lambda uri: {"kind": "Draft", "draft": {"uri": uri}},
+            ),
+            (
+                "spec.engine.adapters.load[0].uri", "engine.adapters",
+                lambda uri: {"maxLoaded": 1, "load": [{"name": "one", "uri": uri}]},
+            ),
+        )
+        for case in (
+            _folder(field, path, of("file:///srv/models/a"), of("file:///srv/models2/a")),
+            _image(field, path, of("oci://registry.example/team/m:1#/a"), of("oci://registry.example/other/m")),
+        )
+    ),
     _folder("spec.model.cache.hostPath", "model.cache.hostPath", "/srv/models/cache/", "/var/lib/kubelet"),
     _folder("spec.exchange.hostPath", "exchange.hostPath", "/dev/shm", "/dev"),
     _folder("spec.exchange.hostPath", "exchange.hostPath", "/dev/shm/a", "/dev/shm/../mem"),

@@ -144,6 +144,11 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
         "engine.adapters.roots": ["/a"],
         "engine.adapters.load": [{"name": "x", "directory": "/a/x"}],
     },
+    "engine.adapters.load.uri": {
+        "engine.adapters.maxLoaded": 1,
+        "engine.adapters.load": [{"name": "x", "uri": "file:///a/x"}],
+    },
+    "engine.adapters.experts": {"engine.adapters.experts": True},
     "engine.adapters.overHttp": {"engine.adapters.overHttp": True},
     "engine.speculative.kind": {"engine.speculative.kind": "NGram"},
     "engine.speculative.draft.uri": {

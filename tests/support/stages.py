@@ -80,10 +80,11 @@ class Stages:
 
     def hold_adapter(self, number: int, directory: Path, new_kernel: Callable[[], LinearKernel] = PlainKernel) -> None:
         """Every rank takes its slices of an adapter."""
-        targets = adapter_targets(ModelConfig.from_directory(self.directory))
+        targets = adapter_targets(ModelConfig.from_directory(self.directory), experts=True)
         for decoder in self.decoders:
             with LoraAdapter(directory, targets) as adapter:
-                decoder.hold_adapter(number, decoder.read_adapter(adapter), new_kernel())
+                factors, changes_experts = decoder.read_adapter(adapter), adapter.changes_experts
+                decoder.hold_adapter(number, factors, new_kernel(), changes_experts=changes_experts)
 
     def start(self, tokens: list[int], *, adapter: int = 0) -> KnownSequence:
         needed = -(-len(tokens) // BLOCK_SIZE)
@@ -123,6 +124,7 @@ def load_decoder(
         attention=TorchPagedAttention(),
         count_parts=lambda num_rows, num_stages: num_parts,
         expert_deferral=expert_deferral,
+        adapts_experts=True,
     )
     with Checkpoint(directory) as checkpoint:
         decoder.load(checkpoint, kernel or PlainKernel())

@@ -1,11 +1,12 @@
-"""Program of init containers: brings a model of the Hub to a pod.
+"""Program of init containers: brings a model or an adapter of the Hub to a pod.
 
-    python -m hetero_client.model_delivery --uri hf://ORG/NAME [--revision R] --cache DIR --into DIR [--tokenizer-only]
+    python -m hetero_client.model_delivery --uri hf://ORG/NAME [--revision R] --cache DIR --into DIR
+        [--tokenizer-only | --adapter]
 
 Files are fetched into the cache once, however many pods share it: a lock makes the others wait. A transfer that breaks
 off is resumed, also by the next process if this one is killed. Whole files are not fetched again, and if the Hub cannot
 be reached, a complete cache is enough. Every file's checksum is verified (`model_store/hub.py`). `--into` then gets
-links to the files, config.json last: a folder with config.json is complete.
+links to the files, their config last: a folder with that is complete.
 
 Exit status: EXIT_USAGE for a wrong command line, EXIT_PERMANENT if the Hub has no such model or refuses it,
 EXIT_FAILURE if trying again can help, 128 + N if signal N stopped it. The last line on stderr says why.
@@ -28,16 +29,18 @@ from hetero_api.contract import ENV_HUB_TOKEN_FILE, EXIT_FAILURE, EXIT_OK
 from hetero_api.host.file_lock import FileLock
 from hetero_api.host.stop_signals import end_on_stop_signals
 from hetero_api.model_config import CONFIG_FILE
+from hetero_api.model_directory import ADAPTER_CONFIG
 from hetero_api.program import ProgramParser, read_token
 from hetero_client.errors import DamagedFileError, ModelStoreError
 from hetero_client.model_store.hub import (
+    ADAPTER_PATTERNS,
     PATTERNS,
     TOKENIZER_PATTERNS,
     download_resumably,
     served_files,
     verify_snapshot,
 )
-from hetero_client.model_store.store import ModelKey, check_model_directory
+from hetero_client.model_store.store import ModelKey, check_adapter_directory, check_model_directory
 
 PROGRAM: Final = "hetero_client.model_delivery"
 _HUB_SETTINGS: Final = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -57,6 +60,7 @@ class Delivery:
     cache: Path
     into: Path
     tokenizer_only: bool
+    is_adapter: bool
     token: str | None = field(repr=False)
 
     @classmethod
@@ -69,7 +73,13 @@ class Delivery:
             token = read_token(environment, ENV_HUB_TOKEN_FILE)
         except (ModelStoreError, ValueError) as error:
             parser.error(str(error))
-        return cls(key, options.cache.absolute(), options.into.absolute(), options.tokenizer_only, token)
+        into, cache = options.into.absolute(), options.cache.absolute()
+        return cls(key, cache, into, options.tokenizer_only, options.adapter, token)
+
+    @property
+    def patterns(self) -> Sequence[str]:
+        """Patterns of the files to fetch."""
+        return ADAPTER_PATTERNS if self.is_adapter else TOKENIZER_PATTERNS if self.tokenizer_only else PATTERNS
 
     @property
     def lock(self) -> FileLock:
@@ -94,6 +104,10 @@ def deliver(delivery: Delivery) -> Path:
     """Fetch what the cache lacks, make the links, return the snapshot. Raises ModelStoreError or OSError."""
     with delivery.lock.held(waiting=lambda: _log(f"another pod is fetching {delivery.key.uri}; waiting")):
         snapshot = _fetch(delivery)
+    if delivery.is_adapter:
+        check_adapter_directory(snapshot)
+        _lay_out({name: (snapshot / name).resolve() for name in ADAPTER_PATTERNS}, delivery.into)
+        return snapshot
     files = served_files(delivery.key, snapshot)
     if delivery.key.variant is None:
         check_model_directory(snapshot, weights=not delivery.tokenizer_only)
@@ -104,12 +118,11 @@ def deliver(delivery: Delivery) -> Path:
 
 
 def _fetch(delivery: Delivery) -> Path:
-    patterns = TOKENIZER_PATTERNS if delivery.tokenizer_only else PATTERNS
     _remove_abandoned(delivery)
     for attempt in range(1, _FETCHES + 1):
         snapshot = download_resumably(
             delivery.key, cache_dir=delivery.cache / "hub", partials=delivery.partials, token=delivery.token,
-            patterns=patterns, report=_log,
+            patterns=delivery.patterns, report=_log,
         )  # fmt: skip
         try:
             verify_snapshot(snapshot, delivery.manifest(snapshot.name))
@@ -141,7 +154,7 @@ def _lay_out(files: Mapping[str, Path], into: Path) -> None:
     into.mkdir(parents=True, exist_ok=True)
     for stale in [path for path in into.rglob("*") if path.is_symlink() and str(path.relative_to(into)) not in files]:
         stale.unlink()
-    for name, target in sorted(files.items(), key=lambda item: item[0] == CONFIG_FILE):
+    for name, target in sorted(files.items(), key=lambda item: item[0] in (CONFIG_FILE, ADAPTER_CONFIG)):
         link = into / name
         link.parent.mkdir(parents=True, exist_ok=True)
         temporary = link.with_name(f".{link.name}.link")
@@ -151,13 +164,17 @@ def _lay_out(files: Mapping[str, Path], into: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = ProgramParser(prog=PROGRAM, description="Brings a model of the Hub to a pod.", allow_abbrev=False)
+    parser = ProgramParser(
+        prog=PROGRAM, description="Brings a model or an adapter of the Hub to a pod.", allow_abbrev=False
+    )
     add = parser.add_argument
     add("--uri", required=True, metavar="hf://ORG/NAME[:VARIANT]", help="the model")
     add("--revision", metavar="REVISION", help="branch, tag or commit; default: main")
     add("--cache", required=True, type=Path, metavar="DIR", help="folder that keeps fetched models")
     add("--into", required=True, type=Path, metavar="DIR", help="folder that gets links to the model's files")
-    add("--tokenizer-only", action="store_true", help="leave the weights out: all that a gateway needs")
+    scope = parser.add_mutually_exclusive_group()
+    scope.add_argument("--tokenizer-only", action="store_true", help="leave the weights out: all that a gateway needs")
+    scope.add_argument("--adapter", action="store_true", help="bring a LoRA adapter, as PEFT saves it")
     return parser
 
 

@@ -17,7 +17,6 @@ from hetero_operator.reconcile.model import Observed
 RANK_CONTAINER: Final = "rank"
 GATEWAY_CONTAINER: Final = "gateway"
 MODEL_CONTAINER: Final = "model"
-DRAFT_CONTAINER: Final = "draft-model"
 """The init container that fetches the model."""
 
 GATEWAY_PORTS: Final = {

@@ -1068,6 +1068,7 @@ class LoadModel(_message.Message):
     MAX_ADAPTER_RANK_FIELD_NUMBER: _builtins.int
     HAS_DRAFT_FIELD_NUMBER: _builtins.int
     HAS_PREDICTION_HEAD_FIELD_NUMBER: _builtins.int
+    ADAPTS_EXPERTS_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """Arithmetic type, "float32" or "bfloat16"."""
     max_model_len: _builtins.int
@@ -1096,6 +1097,8 @@ class LoadModel(_message.Message):
     """Whether rank 0 also loads the draft model that it was started with (engine.speculative.draft)."""
     has_prediction_head: _builtins.bool
     """Whether rank 0 also loads the model's first multi-token-prediction head, to draft with (engine.speculative.kind MTP)."""
+    adapts_experts: _builtins.bool
+    """Whether adapters may change experts, too (engine.adapters.experts): memory is kept for that."""
     @_builtins.property
     def shard_plan(self) -> Global___ShardPlan:
         """Who owns what."""
@@ -1122,10 +1125,11 @@ class LoadModel(_message.Message):
         max_adapter_rank: _builtins.int = ...,
         has_draft: _builtins.bool = ...,
         has_prediction_head: _builtins.bool = ...,
+        adapts_experts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "cache_size_is_given", b"cache_size_is_given", "device_memory_utilization", b"device_memory_utilization", "dtype", b"dtype", "enforce_eager", b"enforce_eager", "expert_deferral", b"expert_deferral", "has_draft", b"has_draft", "has_prediction_head", b"has_prediction_head", "kv_cache_dtype", b"kv_cache_dtype", "max_adapter_rank", b"max_adapter_rank", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "plan_key", b"plan_key", "quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapts_experts", b"adapts_experts", "batch_invariant", b"batch_invariant", "cache_size_is_given", b"cache_size_is_given", "device_memory_utilization", b"device_memory_utilization", "dtype", b"dtype", "enforce_eager", b"enforce_eager", "expert_deferral", b"expert_deferral", "has_draft", b"has_draft", "has_prediction_head", b"has_prediction_head", "kv_cache_dtype", b"kv_cache_dtype", "max_adapter_rank", b"max_adapter_rank", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "plan_key", b"plan_key", "quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -40,3 +40,11 @@ def test_a_part_of_a_spec_holds_the_fields_of_an_effect_and_no_empty_section() -
     spec = {"gateway": {"service": {"port": 1}}, "images": {"gateway": "a", "cpuWorker": "b"}, "suspend": False}
     assert fields_with(spec, frozenset({Effect.RANKS})) == {"images": {"cpuWorker": "b"}}
     assert fields_with(spec, frozenset({Effect.NONE})) == {"gateway": {"service": {"port": 1}}, "suspend": False}
+
+
+def test_items_of_a_list_are_parted_too() -> None:
+    load = [{"name": "a", "uri": "hf://a/b"}, {"name": "c", "directory": "/c"}]
+    spec = {"engine": {"adapters": {"load": load}}}
+    assert fields_with(spec, frozenset({Effect.RANKS})) == {"engine": {"adapters": {"load": [{"uri": "hf://a/b"}]}}}
+    assert fields_with(spec, frozenset(Effect)) == spec
+    assert fields_with({"engine": {"adapters": {"load": load[1:]}}}, frozenset({Effect.RANKS})) == {}

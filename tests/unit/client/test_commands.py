@@ -46,3 +46,11 @@ def test_gateway_and_ranks_are_told_where_the_draft_model_is(tmp_path: Path) -> 
         assert argv[argv.index("--draft") + 1] == str(tmp_path / "small")
     without = GroupCommands(Programs(), tmp_path / "m.yaml", tmp_path, run)
     assert "--draft" not in without.rank(RANK, "127.0.0.1:1").argv
+
+
+def test_the_gateway_is_told_where_adapters_are_in_their_order(tmp_path: Path) -> None:
+    folders = (tmp_path / "b", tmp_path / "a")
+    commands = GroupCommands(Programs(), tmp_path / "m.yaml", tmp_path, RunDirectory(tmp_path), adapter_dirs=folders)
+    argv = commands.gateway(GatewayPorts(0, 0)).argv
+    assert argv[-4:] == ("--adapter", str(folders[0]), "--adapter", str(folders[1]))
+    assert "--adapter" not in commands.rank(RANK, "127.0.0.1:1").argv

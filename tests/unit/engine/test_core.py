@@ -145,6 +145,29 @@ async def test_ranks_are_told_to_drop_every_slot_before_a_hold_begins() -> None:
             assert it.ranks.num_bound_slots == 0
 
 
+async def test_a_hold_waits_until_ranks_have_dropped_the_slots_of_what_ended_though_others_run() -> None:
+    """Else an adapter could not be replaced right behind the last request of its own."""
+    async with engine() as it:
+
+        async def look() -> tuple[int, int]:
+            async with it.core.hold():
+                return it.ranks.num_bound_slots, it.core.stats().running_requests
+
+        it.ranks.hold()
+        ending = it.core.submit(generation("ends", range(3), max_tokens=2))
+        running = it.core.submit(generation("runs", range(5), max_tokens=30))
+        await until(lambda: it.ranks.num_out == 2)
+        looking = asyncio.create_task(look())
+        while not looking.done():
+            await turn_loop()
+            if it.ranks.num_out:
+                it.ranks.do_one()
+        assert len((await read(ending)).token_ids) == 2
+        assert looking.result() == (1, 1)
+        it.ranks.let_go()
+        assert len((await read(running)).token_ids) == 30
+
+
 async def test_an_aborted_request_frees_its_blocks_and_slot_though_a_step_with_it_is_out() -> None:
     async with engine() as it:
         it.ranks.hold()

@@ -23,9 +23,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from hetero_api.errors import ModelError
 from hetero_api.gguf_model import gguf_files, gguf_header
 from hetero_api.model_config import ModelConfig
+from hetero_api.model_directory import ADAPTER_CONFIG
 from hetero_gateway.engine.errors import InvalidRequest
 from hetero_gateway.engine.text.tokenizer import TextTokenizer
-from hetero_worker.adapters.peft_files import CONFIG_FILE, LoraAdapter
+from hetero_worker.adapters.peft_files import LoraAdapter
 from hetero_worker.checkpoints.gguf_store import open_gguf
 from hetero_worker.checkpoints.safetensors_store import SafetensorsStore
 from hetero_worker.checkpoints.sampled_digests import sampled_digests
@@ -161,7 +162,7 @@ def _read_safetensors(data: bytes) -> None:
 
 def _read_adapter_config(data: bytes) -> None:
     folder = directory("adapter")
-    (folder / CONFIG_FILE).write_bytes(data)
+    (folder / ADAPTER_CONFIG).write_bytes(data)
     LoraAdapter(folder, {})
 
 

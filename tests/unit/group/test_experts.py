@@ -44,11 +44,17 @@ SKEWED = {0: [60, 60, 0, 0], 2: [100, 20, 0, 0]}
 SETTLED = {0: [60, 0, 60, 0], 2: [100, 0, 0, 20]}
 
 
-def moe_settings(*, batch_invariant: bool = False, **placement: Any) -> GroupSettings:
+def moe_settings(*, batch_invariant: bool = False, adapted: bool = False, **placement: Any) -> GroupSettings:
     """Two ranks with half of everything each, of whole experts."""
     shares = {"attention": [1, 1], "mlp": [1, 1], "vocabulary": [1, 1]}
     half = resource(
-        engine={"blockSize": 4, "maxNumSeqs": 4, "maxNumBatchedTokens": 64, "batchInvariant": batch_invariant},
+        engine={
+            "blockSize": 4,
+            "maxNumSeqs": 4,
+            "maxNumBatchedTokens": 64,
+            "batchInvariant": batch_invariant,
+            "adapters": {"experts": adapted},
+        },
         placement={"mode": "Tensor", "experts": "Whole", "shares": shares, **placement},
         model={"uri": "hf://org/model", "maxModelLen": 64},
     )
@@ -207,10 +213,17 @@ async def test_a_model_without_experts_has_none_to_place() -> None:
         assert zero.commands == []
 
 
-async def test_batch_invariance_keeps_experts_where_they_are() -> None:
-    async with GroupBench(moe_settings(batch_invariant=True)) as bench:
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("batch_invariant", r"which engine.batchInvariant rules out; set it to false first"),
+        ("adapted", r"set engine.adapters.experts to false first"),
+    ],
+)
+async def test_batch_invariance_and_adapters_keep_experts_where_they_are(setting: str, problem: str) -> None:
+    async with GroupBench(moe_settings(**{setting: True})) as bench:
         zero, _ = await bench.ready()
-        with pytest.raises(WrongState, match=r"which engine.batchInvariant rules out; set it to false first"):
+        with pytest.raises(WrongState, match=problem):
             await bench.rpcs.place_experts()
         assert placed(zero) == []
 
@@ -325,6 +338,7 @@ def test_only_models_of_experts_are_looked_at_and_only_if_the_resource_lets_them
     assert wants_rebalancing(moe_settings())
     assert not wants_rebalancing(moe_settings(rebalanceExperts=False))
     assert not wants_rebalancing(moe_settings(batch_invariant=True))
+    assert not wants_rebalancing(moe_settings(adapted=True))
     assert not wants_rebalancing(group_settings())
 
 

@@ -87,3 +87,10 @@ def test_ranks_are_asked_to_defer_experts_as_the_resource_says() -> None:
     plan = deal_within_layers(model_config(), cores=[1, 1], shares=PlacementShares())
     for engine, asked in (({}, 0), ({"expertDeferral": 3}, 3)):
         assert load_order(group_settings(*pools, engine=engine), plan).expert_deferral == asked
+
+
+def test_ranks_keep_memory_for_adapters_of_experts_as_the_resource_says() -> None:
+    plan = deal_within_layers(model_config(), cores=[1], shares=PlacementShares())
+    for adapters, asked in (({}, False), ({"experts": True}, True)):
+        order = load_order(group_settings({"name": "cpu", "ranks": 1}, engine={"adapters": adapters}), plan)
+        assert order.adapts_experts is asked

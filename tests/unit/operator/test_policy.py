@@ -62,7 +62,8 @@ def with_list(policy: Policy, setting: str, allowed: tuple[str, ...]) -> Policy:
 def test_only_folders_of_nodes_are_forbidden_where_nothing_is_set() -> None:
     refused = {case.field for case in CASES if world(case.forbidden, Policy()).plan().refusal}
     assert refused == {
-        "spec.model.uri", "spec.model.cache.hostPath", "spec.exchange.hostPath",
+        "spec.model.uri", "spec.engine.speculative.draft.uri", "spec.engine.adapters.load[0].uri",
+        "spec.model.cache.hostPath", "spec.exchange.hostPath",
         "spec.gateway.podTemplate.spec.volumes[0].hostPath.path",
         "spec.pools[0].podTemplate.spec.volumes[0].hostPath.path",
     }  # fmt: skip
@@ -105,6 +106,8 @@ def test_every_field_that_names_a_folder_an_image_or_a_secret_is_judged() -> Non
             "images.pullSecrets": ["one"], "scheduling.schedulerName": "one", "model.tokenSecretRef": one,
             "gateway.tls": {"secretName": "one"}, "gateway.auth": {"keysSecretRef": one},
             "router": {"type": "SMG", "cacheIsolation": "Shared", "keysSecretRef": one},
+            "engine.speculative": {"kind": "Draft", "draft": {"uri": "hf://a/b"}},
+            "engine.adapters": {"maxLoaded": 1, "load": [{"name": "one", "uri": "hf://a/b"}]},
             "monitoring.keySecretRef": one, "pools.0.volumes": [FILES], "gateway.volumes": [FILES],
         },
     )  # fmt: skip
@@ -112,7 +115,7 @@ def test_every_field_that_names_a_folder_an_image_or_a_secret_is_judged() -> Non
     judged = {use.path.removeprefix("spec.").replace("[0]", "") for use in found}
     # A device class is the driver's, as a GPU's resource name is.
     assert named - judged == {"pools.cpu.numa.claim.deviceClassName"}
-    assert judged - named == {"model.uri"}
+    assert judged - named == {"model.uri", "engine.speculative.draft.uri", "engine.adapters.load.uri"}
 
 
 @pytest.mark.parametrize(

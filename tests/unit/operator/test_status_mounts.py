@@ -57,8 +57,7 @@ def test_the_model_s_volumes_are_known_in_every_pod_and_no_others(name: str) -> 
 
 def test_every_name_is_used() -> None:
     used = {volume for name in CASES for pod in pods(name) for volume in volumes_at(pod, POD_MODEL_DIR, POD_CACHE_DIR)}
-    of_drafts = {volume for volume in MODEL_VOLUMES if volume.startswith("draft-")}
-    assert used == MODEL_VOLUMES - of_drafts
+    assert used == MODEL_VOLUMES
 
 
 def test_a_claim_s_volume_is_known_by_the_summary_where_the_detail_names_what_is_bound_to_it() -> None:

@@ -19,7 +19,8 @@ from hetero_api.manifest import load_manifest
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
 from hetero_gateway.engine.config import SpeculationConfig
-from hetero_gateway.group.errors import UnsupportedSpecError
+from hetero_gateway.group.adapters.registry import AdapterRegistry
+from hetero_gateway.group.errors import InvalidCommand, UnsupportedSpecError
 from hetero_gateway.group.orders import load_order
 from hetero_gateway.group.settings import _model_problems, speculation_of
 from hetero_gateway.server.app import main
@@ -255,6 +256,42 @@ def test_a_draft_model_that_does_not_suit_is_refused(
     (told,) = refused.value.problems
     assert told.startswith("spec.engine.speculative.draft: ")
     assert problem in told
+
+
+ADAPTERS = {
+    "adapters": {
+        "maxLoaded": 3,
+        "roots": ["/adapters"],
+        "load": [
+            {"name": "one", "uri": "hf://org/one"},
+            {"name": "own", "directory": "/adapters/own"},
+            {"name": "two", "uri": "file:///two"},
+        ],
+    }
+}
+
+
+def test_adapters_lie_where_the_command_line_says_and_need_no_root(tmp_path: Path) -> None:
+    manifest = write_manifest(tmp_path / "g.yaml", engine=ADAPTERS)
+    spec = read_model(
+        manifest, write_model(tmp_path), adapter_dirs=[Path("/brought/0"), Path("/brought/1")]
+    ).group_settings.spec.engine.adapters
+    registry = AdapterRegistry(spec, taken=())
+    assert {each.name: (each.directory, each.root) for each in registry} == {
+        "one": ("/brought/0", "/brought/0"), "own": ("/adapters/own", "/adapters"), "two": ("/brought/1", "/brought/1"),
+    }  # fmt: skip
+    assert [each.number for each in registry.loaded] == [1, 2, 3]
+    # One that was unloaded can be loaded from there again, and nothing else can.
+    registry.remove("two")
+    assert registry.new("again", "/brought/1").root == "/brought/1"
+    with pytest.raises(InvalidCommand, match="must lie in one of"):
+        registry.new("other", "/brought/2")
+
+
+def test_adapters_that_were_not_brought_are_told(tmp_path: Path) -> None:
+    manifest = write_manifest(tmp_path / "g.yaml", engine=ADAPTERS)
+    with pytest.raises(UnsupportedSpecError, match=r"spec\.engine\.adapters\.load: names 2 adapters by uri.*with 1"):
+        read_model(manifest, write_model(tmp_path), adapter_dirs=[Path("/brought/0")])
 
 
 def test_auto_takes_no_draft_model_for_states_of_sequences_and_draft_is_refused(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_api.model_directory import ADAPTER_CONFIG
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.adapters.peft_files import CONFIG_FILE
 from hetero_worker.errors import ProtocolError
 from hetero_worker.runners.recorded.forward import NativeForward
-from tests.support.lora_adapters import SavedAdapter, save_adapter
+from tests.support.lora_adapters import SavedAdapter, save_adapter, split_experts
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares
-from tests.support.tiny_checkpoints import TinyCheckpoint, save_tiny
+from tests.support.tiny_checkpoints import NUM_EXPERTS, TinyCheckpoint, save_tiny
 
 pytestmark = pytest.mark.unit
 
@@ -154,8 +154,8 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing(
     builder, directory = PlanBuilder(group), adapters[0].directory
     bad = tmp_path / "bad"
     save_adapter(checkpoint.directory, bad, modules=("q_proj",))
-    config = json.loads((bad / CONFIG_FILE).read_text())
-    (bad / CONFIG_FILE).write_text(json.dumps(config | {"use_dora": True}))
+    config = json.loads((bad / ADAPTER_CONFIG).read_text())
+    (bad / ADAPTER_CONFIG).write_text(json.dumps(config | {"use_dora": True}))
     (tmp_path / "link").symlink_to(directory)
     for command, problem in (
         (load(2, directory), "1 may be loaded"),
@@ -195,3 +195,58 @@ def test_memory_is_kept_for_adapters(checkpoint: TinyCheckpoint) -> None:
     qkv, others = 3 * 32 + (16 + 8 + 8) * 8, (128 + 32) + 2 * (32 + 50) + (50 + 32)
     assert budget.adapter_bytes == 3 * (3 * 16 * (qkv + others) * 4), "adapters, layers, rank, widths, float32"
     assert replace(budget, adapter_bytes=0).left_bytes - budget.left_bytes == budget.adapter_bytes
+
+
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+WHOLE = replace(TWO_RANKS, experts=((2, 4),))
+SLICED = replace(TWO_RANKS, expert_slices=(3, 7))
+
+
+@pytest.mark.parametrize("shares", [WHOLE, SLICED], ids=["whole", "sliced"])
+@pytest.mark.parametrize("variant", ["qwen3-moe", "glm4-moe-grouped", "qwen3-next"])
+def test_adapters_of_experts_come_in_place_of_others_whose_steps_were_recorded(
+    tmp_path: Path, variant: str, shares: Shares
+) -> None:
+    """Rows without an adapter keep their bits beside them."""
+    checkpoint = save_tiny(variant, tmp_path / "model")
+    save = partial(save_adapter, checkpoint.directory, modules=("o_proj",), rank=3)
+    plain, experts = save(tmp_path / "plain"), save(tmp_path / "experts", target_parameters=EXPERTS, seed=1)
+    group = RankGroup(checkpoint.directory, shares, max_adapters=2, adapts_experts=True)
+    builder = PlanBuilder(group)
+    assert outcome(builder, load(1, plain.directory)) == (True, "")
+    builder.start(0, PROMPT)
+    builder.start(1, PROMPT, adapter=1)
+    before = steps(builder, [0, 1], 5)
+    tokens = {slot: builder.sequences[slot].tokens for slot in range(2)}
+    assert_like(builder, 0, before[0], checkpoint.logits(tokens[0]))
+    assert_like(builder, 1, before[1], plain.logits(tokens[1]))
+    for slot in range(2):
+        builder.release(slot)
+    assert outcome(builder, load(1, experts.directory)) == (True, "")
+    builder.start(0, PROMPT)
+    builder.start(1, PROMPT, adapter=1)
+    behind = steps(builder, [0, 1], 5)
+    assert all(map(torch.equal, before[0], behind[0]))
+    assert_like(builder, 1, behind[1], experts.logits(builder.sequences[1].tokens))
+    assert (before[1][0] - behind[1][0]).abs().max() > 100 * TOLERANCE
+    builder.release(1)
+    assert outcome(builder, load(1, plain.directory)) == (True, "")
+    builder.start(1, PROMPT, adapter=1)
+    again = steps(builder, [0, 1], 5)
+    assert all(map(torch.equal, before[1], again[1]))
+    assert_like(builder, 0, again[0], checkpoint.logits(builder.sequences[0].tokens))
+
+
+def test_adapters_of_experts_are_refused_where_nothing_is_kept_for_them_and_on_gpus(tmp_path: Path) -> None:
+    checkpoint = save_tiny("qwen3-moe", tmp_path / "model")
+    save = partial(save_adapter, checkpoint.directory, modules=("o_proj",), rank=3)
+    stacked = save(tmp_path / "stacked", target_parameters=EXPERTS).directory
+    split = split_experts(stacked, tmp_path / "split", num_experts=NUM_EXPERTS)
+    builder = PlanBuilder(RankGroup(checkpoint.directory, WHOLE, max_adapters=1))
+    for directory in (stacked, split):
+        done, problem = outcome(builder, load(1, directory))
+        assert (done, "takes no adapter in this model" in problem) == (False, True), problem
+        assert "engine.adapters.experts" in problem
+    builder = PlanBuilder(RankGroup(checkpoint.directory, WHOLE, max_adapters=1, adapts_experts=True, num_gpu_ranks=1))
+    done, problem = outcome(builder, load(1, stacked))
+    assert (done, "some are on this rank's GPU" in problem) == (False, True), problem

@@ -14,11 +14,11 @@ from hetero_api.model_config import ModelConfig
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel
 from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.models.decoder_layer import adapter_targets
-from tests.support.lora_adapters import SavedAdapter, save_adapter
+from tests.support.lora_adapters import SavedAdapter, save_adapter, split_experts
 from tests.support.native_compute import op_queue_of
 from tests.support.rank_shares import Shares
 from tests.support.stages import Stages
-from tests.support.tiny_checkpoints import TinyCheckpoint, save_tiny
+from tests.support.tiny_checkpoints import NUM_EXPERTS, TinyCheckpoint, save_tiny
 
 pytestmark = pytest.mark.unit
 
@@ -101,3 +101,32 @@ def test_models_of_other_kinds_take_adapters_of_all_their_modules(tmp_path: Path
     got = stages.logits((stages.start(PROMPT, adapter=1), len(PROMPT)))
     assert (got - adapter.logits(PROMPT)).abs().max() <= TOLERANCE
     assert (got - checkpoint.logits(PROMPT)).abs().max() > 100 * TOLERANCE
+
+
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+SLICES = Shares(kv_heads=((5, 3),), mlp_columns=((20, 30),), vocab_rows=(64, 136), expert_slices=(3, 7))
+
+
+@pytest.mark.parametrize("shares", [TWO_RANKS, SLICES], ids=["whole", "sliced"])
+@pytest.mark.parametrize("variant", ["qwen3-moe-some-dense", "glm4-moe-grouped", "qwen3-next"])
+def test_experts_take_adapters_of_their_stacks_and_of_themselves(tmp_path: Path, variant: str, shares: Shares) -> None:
+    """Also beside experts of all tokens, with and without a gate. test_adapter_commands.py has native ranks."""
+    checkpoint = save_tiny(variant, tmp_path / "model")
+    save = partial(save_adapter, checkpoint.directory, modules=("o_proj",), rank=3)
+    both = save(tmp_path / "both", target_parameters=EXPERTS)
+    downs = save(tmp_path / "downs", target_parameters=EXPERTS[1:], seed=1)
+    plain = save(tmp_path / "plain", seed=2)
+    split = split_experts(both.directory, tmp_path / "split", num_experts=NUM_EXPERTS)
+    stages = Stages.load(checkpoint.directory, shares)
+    for number, directory in enumerate((both.directory, downs.directory, plain.directory, split), start=1):
+        stages.hold_adapter(number, directory)
+    sequences = [stages.start(PROMPT, adapter=number) for number in range(5)]
+    last = len(PROMPT) - 1
+    prefill = stages.logits(*((sequence, last) for sequence in sequences))
+    decode = stages.logits(*((sequence, 1) for sequence in sequences))
+    sources: tuple[TinyCheckpoint | SavedAdapter, ...] = (checkpoint, both, downs, plain, both)
+    for number, source in enumerate(sources):
+        got = torch.cat([prefill[number * last : (number + 1) * last], decode[number : number + 1]])
+        expected = source.logits(PROMPT)
+        assert (got - expected).abs().max() <= TOLERANCE, (number, (got - expected).abs().max())
+        assert number == 0 or (expected - checkpoint.logits(PROMPT)).abs().max() > 100 * TOLERANCE

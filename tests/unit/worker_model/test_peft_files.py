@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 
 from hetero_api.errors import ModelError
 from hetero_api.model_config import ModelConfig
+from hetero_api.model_directory import ADAPTER_CONFIG, ADAPTER_TENSORS
 from hetero_api.sharding import UnitRange
-from hetero_worker.adapters.peft_files import CONFIG_FILE, TENSORS_FILE, LoraAdapter
+from hetero_worker.adapters.peft_files import LoraAdapter
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.models.decoder_layer import adapter_targets
 from tests.support.tiny_checkpoints import save_tiny
@@ -29,8 +30,8 @@ def write(directory: Path, config: dict[str, Any] | None = None, **tensors: torc
     """An adapter of one module; fields and tensors replace its own, None leaves a tensor out."""
     own = {DOWN: torch.arange(8.0).view(2, 4), UP: torch.arange(12.0).view(6, 2)}
     kept = {name: tensor for name, tensor in (own | tensors).items() if tensor is not None}
-    (directory / CONFIG_FILE).write_text(json.dumps(CONFIG | (config or {})))
-    save_file(kept, directory / TENSORS_FILE)
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(CONFIG | (config or {})))
+    save_file(kept, directory / ADAPTER_TENSORS)
     return directory
 
 
@@ -60,14 +61,14 @@ def test_a_slice_gets_its_rows_of_the_one_factor_and_its_columns_of_the_other(tm
         ("peft_type", "LOHA"), ("r", 0), ("r", 257), ("r", "8"), ("r", True), ("lora_alpha", -1), ("bias", "all"),
         ("lora_alpha", float("nan")), ("use_dora", True), ("lora_bias", True), ("fan_in_fan_out", True),
         ("modules_to_save", ["lm_head"]), ("rank_pattern", {"q_proj": 4}), ("alpha_pattern", {"q_proj": 4}),
-        ("layer_replication", [[0, 1]]), ("target_parameters", ["mlp.experts.gate_up_proj"]),
+        ("layer_replication", [[0, 1]]),
         ("trainable_token_indices", [1]), ("init_lora_weights", "pissa"), ("use_qalora", True),
         ("alora_invocation_tokens", [5]), ("of_a_later_peft", {"x": 1}),
     ],
 )  # fmt: skip
 def test_a_config_that_means_something_else_is_refused_by_its_field(tmp_path: Path, field: str, value: object) -> None:
     write(tmp_path, {field: value})
-    with pytest.raises(ModelError, match=rf"{CONFIG_FILE}: {field}: "):
+    with pytest.raises(ModelError, match=rf"{ADAPTER_CONFIG}: {field}: "):
         opened(tmp_path)
 
 
@@ -99,7 +100,7 @@ def test_a_file_with_other_tensors_is_refused_by_the_tensor(
     tmp_path: Path, name: str, tensor: torch.Tensor | None, problem: str
 ) -> None:
     write(tmp_path, None, **{name: tensor})
-    with pytest.raises(ModelError, match=rf"{TENSORS_FILE}: {name}: .*{problem}"):
+    with pytest.raises(ModelError, match=rf"{ADAPTER_TENSORS}: {name}: .*{problem}"):
         opened(tmp_path)
 
 
@@ -111,16 +112,16 @@ def test_factors_that_are_not_finite_are_refused(tmp_path: Path, number: float) 
 
 
 def test_files_that_are_missing_damaged_or_lie_elsewhere_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=rf"{CONFIG_FILE}: cannot be read"):
+    with pytest.raises(ModelError, match=rf"{ADAPTER_CONFIG}: cannot be read"):
         opened(tmp_path)
     write(tmp_path)
-    whole = (tmp_path / TENSORS_FILE).read_bytes()
+    whole = (tmp_path / ADAPTER_TENSORS).read_bytes()
     for damaged in (b"", whole[:-1], b"\xff" * 8 + whole[8:], whole[:8] + b"{" + whole[9:-1]):
-        (tmp_path / TENSORS_FILE).write_bytes(damaged)
-        with pytest.raises(ModelError, match=TENSORS_FILE):
+        (tmp_path / ADAPTER_TENSORS).write_bytes(damaged)
+        with pytest.raises(ModelError, match=ADAPTER_TENSORS):
             opened(tmp_path)
-    (tmp_path / CONFIG_FILE).unlink()
-    (tmp_path / CONFIG_FILE).symlink_to("/etc/hostname")
+    (tmp_path / ADAPTER_CONFIG).unlink()
+    (tmp_path / ADAPTER_CONFIG).symlink_to("/etc/hostname")
     with pytest.raises(ModelError, match="outside the model directory"):
         opened(tmp_path)
 
@@ -138,3 +139,37 @@ def test_modules_that_take_adapters_follow_from_the_model(tmp_path: Path, varian
     """Experts and latent attention take none."""
     targets = adapter_targets(ModelConfig.from_directory(save_tiny(variant, tmp_path).directory))
     assert {name.rpartition(".")[2] for name in targets} == kinds
+
+
+STACK = "base_model.model.model.layers.0.mlp.experts"
+OF_EXPERTS = {
+    f"model.layers.0.mlp.experts.{number}.{name}": shape
+    for number in range(3)
+    for name, shape in (("gate_proj", (5, 4)), ("up_proj", (5, 4)), ("down_proj", (4, 5)))
+}
+
+
+def stack(module: str, down: tuple[int, int], up: tuple[int, int]) -> dict[str, torch.Tensor | None]:
+    return {f"{module}.lora_A.weight": torch.ones(down), f"{module}.lora_B.weight": torch.ones(up)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "problem"),
+    [
+        (stack(STACK, (6, 4), (9, 6)), r"experts.lora_B.weight: has shape \[9, 6\].*\[10, 6\]"),
+        (stack(STACK, (4, 4), (10, 4)), r"experts.lora_A.weight: has shape \[4, 4\].*\[6, 4\]"),
+        (
+            stack(STACK, (6, 4), (10, 6)) | stack(f"{STACK}.base_layer", (6, 4), (10, 6)),
+            r"changes model.layers.0.mlp.experts.gate_up_proj, as .* does",
+        ),
+        (stack(STACK, (6, 5), (4, 6)) | stack(f"{STACK}.1.down_proj", (2, 5), (4, 2)), "of stacks of experts, too"),
+        ({f"{STACK}.lora_B.weight": torch.ones(10, 6)}, "experts.lora_A.weight: is missing"),
+        (stack(f"{STACK}.base_layer.base_layer", (6, 4), (10, 6)), "takes no adapter in this model"),
+    ],
+)
+def test_stacks_of_experts_that_do_not_fit_are_refused_by_the_tensor(
+    tmp_path: Path, tensors: dict[str, torch.Tensor | None], problem: str
+) -> None:
+    write(tmp_path, None, **{UP: None, DOWN: None} | tensors)
+    with pytest.raises(ModelError, match=problem), LoraAdapter(tmp_path, OF_EXPERTS):
+        pass

@@ -319,7 +319,7 @@ def prepare(
     from hetero_client.launcher.local_group import LocalGroupConfig
     from hetero_client.launcher.local_plan import plan_here
     from hetero_client.launcher.run_directory import MeasurementStore
-    from hetero_client.model_store.resolve import resolve_draft, resolve_model, resolve_named_model
+    from hetero_client.model_store.resolve import resolve_adapters, resolve_draft, resolve_model, resolve_named_model
     from hetero_client.model_store.store import ModelStore
 
     resource = load_manifest(file)
@@ -335,6 +335,7 @@ def prepare(
         else:
             resolved = resolve_model(resource.spec.model, models, report=display.report)
         draft = resolve_draft(resource.spec.engine.speculative, models, report=display.report)
+        adapters = resolve_adapters(resource.spec.engine.adapters, models, report=display.report)
     print_note(f"model {resolved.uri}: {resolved.origin}\n  in {resolved.directory}")
     if draft is not None:
         print_note(f"draft model {draft.uri}: {draft.origin}\n  in {draft.directory}")
@@ -351,6 +352,7 @@ def prepare(
         router_port=router_port,
         door=door,
         draft_dir=None if draft is None else draft.directory,
+        adapter_dirs=adapters,
     )
     store = MeasurementStore.for_group(home, config.name, resource, model_dir=config.model_dir, plan=plan)
     if remeasure:

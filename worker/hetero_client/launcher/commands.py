@@ -107,6 +107,8 @@ class GroupCommands:
     """Files in place of the Secrets that spec.gateway names."""
     draft_dir: Path | None = None
     """Draft model; None: there is none."""
+    adapter_dirs: tuple[Path, ...] = ()
+    """Adapters that the resource names by URI, in order."""
 
     def gateway(self, ports: GatewayPorts) -> Command:
         """Return the gateway's command."""
@@ -124,6 +126,7 @@ class GroupCommands:
             *(() if ports.router is None else ("--router-port", str(ports.router))),
             *self.door.arguments,
             *self._draft_arguments,
+            *(text for each in self.adapter_dirs for text in ("--adapter", str(each))),
         )  # fmt: skip
         return Command(GATEWAY, argv, self.run.log_path(GATEWAY))
 

@@ -81,6 +81,8 @@ class LocalGroupConfig:
 
     draft_dir: Path | None = None
     """Draft model; None: there is none."""
+    adapter_dirs: tuple[Path, ...] = ()
+    """Adapters that the resource names by URI, in order."""
     router_port: int | None = None
     """Port of the engine protocol that a router speaks; None: none."""
 
@@ -126,6 +128,7 @@ class LocalGroup:
             packed_weights=config.packed_weights,
             door=config.door,
             draft_dir=config.draft_dir,
+            adapter_dirs=config.adapter_dirs,
         )
         # PYTHONSAFEPATH: a json.py in the user's folder must not shadow the gateway's.
         own = {ENV_GROUP_TOKEN_FILE: str(run.token_path), "PYTHONSAFEPATH": "1"}

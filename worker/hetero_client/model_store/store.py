@@ -27,6 +27,8 @@ from hetero_api.gguf_model import gguf_files
 from hetero_api.host.file_lock import FileLock
 from hetero_api.model_config import CONFIG_FILE, ModelConfig
 from hetero_api.model_directory import (
+    ADAPTER_CONFIG,
+    ADAPTER_TENSORS,
     MAX_HEADER_BYTES,
     MAX_INDEX_BYTES,
     WEIGHTS_FILE,
@@ -122,20 +124,20 @@ class ModelStore:
         """Return the entry's path, whether it exists or not."""
         return self.home.models / key.scheme / key.folder
 
-    def find(self, key: ModelKey) -> StoredModel | None:
-        """Return the entry; None if there is none, or it links to a folder that is gone.
+    def find(self, key: ModelKey, *, config: str = CONFIG_FILE) -> StoredModel | None:
+        """Return the entry; None if there is none with this `config` in it, or it links to a folder that is gone.
 
         Entries of the Hub's scheme are links, or for a variant a directory of links. Another directory in their place
         was made by an earlier version, which stored converted weights under the Hub's name; it is not an entry.
         """
         path, uri = self.path_of(key), f"{key.scheme}://{key.folder}"
-        has_model = (path / CONFIG_FILE).is_file() or any(path.glob("*.gguf"))
+        has_model = (path / config).is_file() or (config == CONFIG_FILE and any(path.glob("*.gguf")))
         return _entry(uri, path) if has_model and _is_entry(uri, path) else None
 
     def entries(self) -> list[StoredModel]:
         """Return all entries, by URI."""
         root = self.home.models
-        places = [f"*/{depth}{name}" for depth in ("*/", "*/*/") for name in (CONFIG_FILE, "*.gguf")]
+        places = [f"*/{depth}{name}" for depth in ("*/", "*/*/") for name in (CONFIG_FILE, ADAPTER_CONFIG, "*.gguf")]
         found = (path.parent for place in places for path in root.glob(place))
         by_uri = {"://".join(str(path.relative_to(root)).split("/", 1)): path for path in found}
         return [_entry(uri, path) for uri, path in sorted(by_uri.items()) if _is_entry(uri, path)]
@@ -219,6 +221,17 @@ def check_model_directory(directory: Path, *, weights: bool = True) -> ModelConf
         for path in weight_files(directory):
             _check_safetensors(path)
     return config
+
+
+def check_adapter_directory(directory: Path) -> None:
+    """Raise ModelStoreError, which names the file and the fix, unless a directory holds an adapter of PEFT."""
+    for name in (ADAPTER_CONFIG, ADAPTER_TENSORS):
+        if not _real(directory / name).is_file():
+            raise ModelStoreError(
+                f"{directory / name}: no such file; an adapter is a directory in which PEFT saved {ADAPTER_CONFIG} and "
+                f"{ADAPTER_TENSORS}"
+            )
+    _check_safetensors(directory / ADAPTER_TENSORS)
 
 
 def _real(path: Path, *, max_bytes: int | None = None) -> Path:

@@ -145,7 +145,7 @@ class EngineCore:
 
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[None]:
-        """Keep steps from going out. Inside, none is out, and only requests in flight have slots.
+        """Keep steps from going out. Inside, none is out, and only requests in flight have slots on the ranks.
 
         Requests still queue. Raises GroupLost if there is no group, or none any more when the last step was answered.
         """
@@ -421,8 +421,11 @@ class EngineCore:
             return False
         if self._is_held:
             return False
-        steps_out = self._pace.lookahead.steps_out()
-        step = self._scheduler.schedule(self._clock(), in_flight=group, steps_out=steps_out)
+        if self._holds.num_waiting:
+            step = self._scheduler.schedule_release(in_flight=group)
+        else:
+            steps_out = self._pace.lookahead.steps_out()
+            step = self._scheduler.schedule(self._clock(), in_flight=group, steps_out=steps_out)
         if step is None:
             return False
         trace = self._traced.mark(step) if self._traced.requests else None
@@ -433,9 +436,7 @@ class EngineCore:
 
     @property
     def _is_held(self) -> bool:
-        # A caller that waits to hold lets a step go out that only has ranks drop slots.
-        holds = self._holds
-        return holds.num_inside > 0 or holds.is_resting or (holds.num_waiting > 0 and self._scheduler.has_requests())
+        return self._holds.num_inside > 0 or self._holds.is_resting
 
     def _begin_masks(self, group: StepsInFlight, owing: StepInFlight) -> None:
         """Start to compute masks, once all steps before theirs are answered: masks follow from their tokens."""

@@ -285,6 +285,13 @@ class Scheduler:
             raise EngineFault(f"{len(self._requests)} requests are in flight and none can be scheduled")
         return step
 
+    def schedule_release(self, *, in_flight: StepsInFlight) -> ScheduledStep | None:
+        """Return a step that only has ranks drop the slots of what has ended.
+
+        None if there are none, or steps are out.
+        """
+        return self._planner.plan_release() if self._is_open and not in_flight else None
+
     # --- its result comes back --------------------------------------------------------------------------
 
     def apply(self, step: ScheduledStep, result: ranks_pb2.StepResult) -> StepOutcome:

@@ -144,7 +144,7 @@ class AdminRpcs:
     async def place_experts(self, most_swaps: int | None = None) -> admin_pb2.PlaceExpertsResponse:
         """Move experts to the ranks that are fastest with them, so many pairs at most, while requests run or not.
 
-        Needs READY, a model of experts, and no engine.batchInvariant.
+        Needs READY, a model of experts, and neither engine.batchInvariant nor engine.adapters.experts.
         """
         epoch = self._require("PlaceExperts", GroupState.READY)
         if self._settings.config.experts is None:
@@ -153,6 +153,11 @@ class AdminRpcs:
             raise WrongState(
                 "PlaceExperts would add the sums of experts up in another order, which engine.batchInvariant rules "
                 "out; set it to false first"
+            )
+        if self._settings.spec.engine.adapters.experts:
+            raise WrongState(
+                "PlaceExperts would part experts from what adapters add to them; set engine.adapters.experts to false "
+                "first"
             )
         work = self._experts.place(lambda command: self._command_in_turn(epoch, command), most_swaps=most_swaps)
         return await self._run("PlaceExperts", work)

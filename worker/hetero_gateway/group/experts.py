@@ -164,10 +164,12 @@ class RebalancePolicy:
 def wants_rebalancing(settings: GroupSettings) -> bool:
     """Return whether the model has experts and the resource wants them to be moved without being asked.
 
-    In batch-invariant mode it does not: sums of experts would be added up in another order.
+    In batch-invariant mode it does not: sums of experts would be added up in another order. Adapters of experts lie
+    where their experts were when they were loaded.
     """
     spec = settings.spec
-    return settings.config.experts is not None and spec.placement.rebalance_experts and not spec.engine.batch_invariant
+    stay = spec.engine.batch_invariant or spec.engine.adapters.experts
+    return settings.config.experts is not None and spec.placement.rebalance_experts and not stay
 
 
 class ExpertRebalancer:

@@ -62,6 +62,7 @@ def load_order(settings: GroupSettings, plan: ShardPlan) -> ranks_pb2.LoadModel:
         expert_deferral=settings.spec.engine.expert_deferral,
         max_adapters=settings.spec.engine.adapters.max_loaded,
         max_adapter_rank=settings.spec.engine.adapters.max_rank,
+        adapts_experts=settings.spec.engine.adapters.experts,
         has_draft=settings.draft is not None and not settings.draft.follows_states,
         has_prediction_head=settings.draft is not None and settings.draft.follows_states,
     )

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     config = GatewayConfig.from_command_line(arguments, environment)
     _configure_logging(config)
     try:
-        model = read_model(config.manifest, config.model_dir, config.draft_dir)
+        model = read_model(config.manifest, config.model_dir, config.draft_dir, config.adapter_dirs)
         config.check_access(model.resource.spec.gateway)
         release_freed_memory()
         from hetero_gateway.server.serving import live

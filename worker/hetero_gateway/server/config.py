@@ -67,6 +67,8 @@ class GatewayConfig:
     """False: no page at the HTTP door, whatever the resource says."""
     draft_dir: Path | None = None
     """Draft model of spec.engine.speculative; None: there is none."""
+    adapter_dirs: tuple[Path, ...] = ()
+    """Directories, on every rank, of adapters that spec.engine.adapters names by URI, in order."""
     log_level: str = "INFO"
 
     @classmethod
@@ -76,7 +78,7 @@ class GatewayConfig:
         options = vars(parser.parse_args(arguments))
         try:
             config = cls(
-                **options,
+                **{**options, "adapter_dirs": tuple(options["adapter_dirs"])},
                 token=read_group_token(environment),
                 admin_token=read_admin_token(environment),
                 log_level=read_log_level(environment),
@@ -131,6 +133,15 @@ def _parser() -> argparse.ArgumentParser:
         dest="draft_dir",
         metavar="DIR",
         help="draft model; its tokenizer and config.json are read",
+    )
+    add(
+        "--adapter",
+        type=Path,
+        action="append",
+        default=[],
+        dest="adapter_dirs",
+        metavar="DIR",
+        help="directory on every rank of an adapter that the resource names by uri; once for each, in its order",
     )
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address of this machine to listen on")
     add("--inference-port", type=_port, metavar="N", help="default: the resource's spec.gateway.service.port")
@@ -214,12 +225,14 @@ class ServedModel:
     """The model's files."""
 
 
-def read_model(manifest: Path, model_dir: Path, draft_dir: Path | None = None) -> ServedModel:
+def read_model(
+    manifest: Path, model_dir: Path, draft_dir: Path | None = None, adapter_dirs: Sequence[Path] = ()
+) -> ServedModel:
     """Read the resource and the model's files; of a draft model's, only whether it can draft.
 
     Raises ManifestError, UnsupportedSpecError or PlanError (the resource), or ModelError (the model's files).
     """
-    resource = load_manifest(manifest)
+    resource = _with_adapters(load_manifest(manifest), adapter_dirs)
     config = ModelConfig.from_directory(model_dir)
     check_supported(resource.spec, config)
     source = read_source(model_dir)
@@ -252,6 +265,20 @@ def read_model(manifest: Path, model_dir: Path, draft_dir: Path | None = None) -
         sampling_defaults=read_sampling_defaults(model_dir) if takes_defaults else inference_pb2.SamplingParams(),
         directory=model_dir,
     )
+
+
+def _with_adapters(resource: HeteroInference, directories: Sequence[Path]) -> HeteroInference:
+    """Return the resource with directories in place of its adapters' URIs. Raises UnsupportedSpecError."""
+    spec, adapters = resource.spec, resource.spec.engine.adapters
+    if len(directories) != len(adapters.uris):
+        raise UnsupportedSpecError(
+            [
+                f"spec.engine.adapters.load: names {len(adapters.uris)} adapters by uri, and this gateway was started "
+                f"with {len(directories)}; see --adapter"
+            ]
+        )
+    engine = spec.engine.model_copy(update={"adapters": adapters.brought_to([str(each) for each in directories])})
+    return resource.model_copy(update={"spec": spec.model_copy(update={"engine": engine})})
 
 
 def _read_draft(settings: GroupSettings, tokenizer: TextTokenizer, draft_dir: Path | None) -> ModelConfig:

@@ -64,6 +64,11 @@ class LowRank(ABC):
     def drop(self, number: int) -> None:
         """Forget an adapter; no row has it. Does nothing if it is not held."""
 
+    @property
+    @abstractmethod
+    def changing(self) -> frozenset[int]:
+        """Numbers of the adapters that change the layer's outputs."""
+
     @abstractmethod
     def _add(self, x: torch.Tensor, y: torch.Tensor, numbers: torch.Tensor) -> None:
         """As `add`, for rows some of which have adapters."""
@@ -97,6 +102,11 @@ class PackedLowRank(LowRank):
     def drop(self, number: int) -> None:
         """See `LowRank.drop`."""
         self._held.pop(number, None)
+
+    @property
+    def changing(self) -> frozenset[int]:
+        """See `LowRank.changing`."""
+        return frozenset(number for number, held in self._held.items() if held)
 
     def _packed(self, factor: torch.Tensor, dtype: torch.dtype) -> Product:
         return self._pack(factor.to(device=self._device, dtype=dtype).contiguous())

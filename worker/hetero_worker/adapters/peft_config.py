@@ -16,7 +16,7 @@ _HARMLESS: Final = frozenset(
     {
         "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules",
         "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core", "peft_version",
-        "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
+        "qalora_group_size", "revision", "runtime_config", "target_modules", "target_parameters", "task_type",
     }
 )  # fmt: skip
 """Fields that change nothing of what the tensors mean. Any other field that is set is refused."""

@@ -31,7 +31,7 @@ from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.checkpoints.store import MappedFile, TensorSlice, WeightStore
 
 _PICKLED_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt")
-_DTYPES: Final[Mapping[str, torch.dtype]] = {
+DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
 }  # fmt: skip
@@ -42,7 +42,7 @@ _MAX_NAME: Final = 255
 """Characters of a file's name."""
 
 
-class _Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor according to its file's header; its bytes are [begin, end) of the file."""
 
     dtype: str
@@ -51,9 +51,31 @@ class _Stored(NamedTuple):
     end: int
 
 
-class _OpenFile(NamedTuple):
-    mapped: MappedFile
-    tensors: Mapping[str, _Stored]
+class SafetensorsFile:
+    """A file that is mapped, after the format's own library has checked its header.
+
+    The library does not read tensors here: it keeps 64 bytes for good of each tensor that it reads, which adds up where
+    adapters come and go.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Map the file. Raises SafetensorError, OSError and ValueError for one that is none."""
+        check_header_length(path)
+        with safe_open(path, framework="pt"):
+            self.mapped = MappedFile(path)
+        self.tensors = _header_of(self.mapped)
+
+    def slice_as(self, tensor: str, dtype: torch.dtype, *ranges: UnitRange | None) -> torch.Tensor:
+        """Return a range of each of the first dimensions; None: all of it. Elements' bits are those of `dtype`.
+
+        The slice lies in the file, so it must not be written to.
+        """
+        stored = self.tensors[tensor]
+        found = self.mapped.bytes[stored.begin : stored.end]
+        if stored.begin % dtype.itemsize:  # headers are filled up to a multiple of 8, but need not be
+            found = found.clone()
+        index = tuple(slice(*part) if part else slice(None) for part in ranges)
+        return found.view(dtype).view(stored.shape)[index[: len(stored.shape)]]
 
 
 class SafetensorsStore(WeightStore):
@@ -62,7 +84,7 @@ class SafetensorsStore(WeightStore):
     def __init__(self, directory: Path) -> None:
         """Find out which file holds which tensor. Raises ModelError."""
         self.directory = directory
-        self._files: dict[str, _OpenFile] = {}
+        self._files: dict[str, SafetensorsFile] = {}
         self._file_of = self._locate()
         self._stored_names = text_tensors(self._file_of)
 
@@ -93,13 +115,13 @@ class SafetensorsStore(WeightStore):
     def dtype_of(self, name: str) -> torch.dtype:
         """See `WeightStore.dtype_of`. Raises ModelError for an unknown type, too."""
         dtype = self._stored(name).dtype
-        if dtype not in _DTYPES:
+        if dtype not in DTYPES:
             path = self._path_of(name)
             raise ModelError(
                 f"{path}: tensor {name} is stored as {dtype}, and quantization_config in config.json does not say what "
-                f"that means; supported: {', '.join(_DTYPES)}"
+                f"that means; supported: {', '.join(DTYPES)}"
             )
-        return _DTYPES[dtype]
+        return DTYPES[dtype]
 
     def floats(self, part: TensorSlice) -> torch.Tensor:
         """See `WeightStore.floats`."""
@@ -128,12 +150,8 @@ class SafetensorsStore(WeightStore):
 
     def slice_as(self, tensor: str, dtype: torch.dtype, *ranges: UnitRange | None) -> torch.Tensor:
         """Return a slice, as `slice` does, with its elements' bits as another type of their size."""
-        stored = self._stored(tensor)
-        found = self._open(self._path_of(tensor).name).mapped.bytes[stored.begin : stored.end]
-        if stored.begin % dtype.itemsize:  # headers are filled up to a multiple of 8, but need not be
-            found = found.clone()
-        index = tuple(slice(*part) if part else slice(None) for part in ranges)
-        return found.view(dtype).view(stored.shape)[index[: len(stored.shape)]]
+        self._stored(tensor)  # raises unless the file has it
+        return self._open(self._path_of(tensor).name).slice_as(self._stored_names[tensor], dtype, *ranges)
 
     def check_shape(self, tensor: str, expected: tuple[int, ...]) -> None:
         """Raise ModelError unless the tensor has this shape."""
@@ -144,11 +162,11 @@ class SafetensorsStore(WeightStore):
                 "the two are not of the same model"
             )
 
-    def _stored(self, tensor: str) -> _Stored:
+    def _stored(self, tensor: str) -> StoredTensor:
         self._path_of(tensor)
         return self._entry(self._stored_names[tensor])
 
-    def _entry(self, stored_name: str) -> _Stored:
+    def _entry(self, stored_name: str) -> StoredTensor:
         file = self._file_of[stored_name]
         entry = self._open(file).tensors.get(stored_name)
         if entry is None:
@@ -183,15 +201,12 @@ class SafetensorsStore(WeightStore):
             )
         return self.directory / self._file_of[stored_name]
 
-    def _open(self, file: str) -> _OpenFile:
+    def _open(self, file: str) -> SafetensorsFile:
         if file not in self._files:
             path = self.directory / file
             real = model_file(path)
             try:
-                check_header_length(real)
-                with safe_open(real, framework="pt"):  # checks the header
-                    mapped = MappedFile(real)
-                self._files[file] = _OpenFile(mapped, _header_of(mapped))
+                self._files[file] = SafetensorsFile(real)
             except (SafetensorError, OSError, ValueError) as error:
                 raise _damaged(path, error) from error
         return self._files[file]
@@ -232,14 +247,14 @@ def check_header_length(path: Path) -> None:
         raise ValueError(f"its header has {length} bytes, more than {MAX_HEADER_BYTES}")
 
 
-def _header_of(file: MappedFile) -> dict[str, _Stored]:
+def _header_of(file: MappedFile) -> dict[str, StoredTensor]:
     """Read the tensors of a file that was checked."""
     length = int.from_bytes(file.bytes[:LENGTH_BYTES].numpy().tobytes(), "little")
     begin = LENGTH_BYTES + length
     header = json.loads(file.bytes[LENGTH_BYTES:begin].numpy().tobytes())
     header.pop(_METADATA, None)
     return {
-        name: _Stored(entry["dtype"], tuple(entry["shape"]), *(begin + offset for offset in entry["data_offsets"]))
+        name: StoredTensor(entry["dtype"], tuple(entry["shape"]), *(begin + offset for offset in entry["data_offsets"]))
         for name, entry in header.items()
     }
 

@@ -142,6 +142,11 @@ class ShardedLinear:
         if self._low_rank is not None:
             self._low_rank.drop(number)
 
+    @property
+    def changing_adapters(self) -> frozenset[int]:
+        """Numbers of the adapters that change the layer's outputs."""
+        return frozenset() if self._low_rank is None else self._low_rank.changing
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [rows, out] of x [rows, in]."""
         y = self._packed(x, self._bias)

@@ -9,6 +9,9 @@ Otherwise they are computed one by one.
 A rank may hold slices of experts, some columns of each, instead of whole ones: then its sum is a part of every chosen
 expert's. All of its experts of a layer are whole, or all are slices of the same columns.
 
+Rows whose adapters change a rank's experts are computed one by one on any kernel, the others as ever: so a step with
+such rows is never recorded.
+
 A rank's experts may change between two steps (`read`, then `hold`); the router stays the same. Each rank counts the
 tokens that chose its own experts, or slices; it has these numbers at hand, so counting costs nothing.
 """
@@ -27,12 +30,13 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.model_parts import ExpertsConfig
 from hetero_api.rank_memory import EXPERT_ROWS
 from hetero_api.sharding import UnitRange
+from hetero_worker.adapters.low_rank import AdapterRows
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.kernels.expert_choice import RouterWeights
 from hetero_worker.layers.blocks import GatedMlp, layer_norm
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
-from hetero_worker.layers.linear import expert_down_linear, expert_gate_up_linear, packed_mlp
+from hetero_worker.layers.linear import ShardedLinear, expert_down_linear, expert_gate_up_linear, packed_mlp
 from hetero_worker.layers.linear_kernels import FLOAT_TYPES, LateSum, LinearKernel, PackedExperts, PackedMlp
 from hetero_worker.layers.norm import ResidualStream, RmsNorm
 from hetero_worker.memory.streams import HOST
@@ -78,6 +82,10 @@ class ExpertMlp:
         self._device = HOST
         self._counts = torch.zeros(config.experts.number, dtype=torch.int64)
         self._joined: PackedExperts | None = None
+        self.adapter_rows = AdapterRows()
+        """Adapters of the rows that an expert computes."""
+        self._numbers: torch.Tensor | None = None
+        self._changing: frozenset[int] = frozenset()
         self._experts: dict[int, Expert] = {}
         self.hold({number: self._new_expert(number) for number in own})
 
@@ -85,6 +93,20 @@ class ExpertMlp:
     def numbers(self) -> tuple[int, ...]:
         """Numbers of this rank's experts, ascending."""
         return tuple(self._experts)
+
+    @property
+    def linears(self) -> list[ShardedLinear]:
+        """Linear layers of this rank's experts."""
+        return [linear for expert in self._experts.values() for linear in expert.linears]
+
+    def note_adapters(self) -> None:
+        """Take notice of adapters that the experts' linear layers took or dropped."""
+        self._changing = frozenset().union(*(linear.changing_adapters for linear in self.linears))
+
+    def begin(self, numbers: torch.Tensor | None) -> None:
+        """Go on to rows with adapters of these numbers, int64 [tokens] on the host, 0: none; None: no row has one."""
+        is_changed = numbers is not None and not self._changing.isdisjoint(numbers.tolist())
+        self._numbers = numbers if is_changed else None
 
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -215,11 +237,32 @@ class ExpertMlp:
         hidden = stream.settle()
         if self._adds_apart:
             return self._two_sums(normed, hidden)
+        if self._joined is not None and self._numbers is not None:
+            return self._with_adapters(normed, *self._router(hidden), numbers=self._numbers)
         if self._joined is None:
             total = torch.zeros_like(hidden) if self._shared is None else self._shared.of_normed(normed)
-            self._add_one_by_one(total, normed, *self._router(hidden))
+            self._add_one_by_one(total, normed, *self._router(hidden), numbers=self._numbers)
             return total
         total = self._joined(normed, *self._router(hidden))
+        if self._shared is not None and self._shape.has_shared_gate:
+            self._ops.add(total, self._shared.of_normed(normed))
+        return total
+
+    def _with_adapters(
+        self, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, *, numbers: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the partial sum of all rows, those with adapters that change experts apart from the others."""
+        assert self._joined is not None, "experts that are not joined take all rows together"
+        is_changed = torch.isin(numbers, torch.tensor(sorted(self._changing)))
+        plain, changed = (~is_changed).nonzero()[:, 0], is_changed.nonzero()[:, 0]
+        total = torch.zeros_like(normed)
+        if len(plain):
+            total[plain] = self._joined(*(each.index_select(0, plain) for each in (normed, chosen, shares)))
+        own, chosen, shares = (each.index_select(0, changed) for each in (normed, chosen, shares))
+        is_joined = self._shared is not None and not self._shape.has_shared_gate
+        part = self._shared.of_normed(own) if self._shared is not None and is_joined else torch.zeros_like(own)
+        self._add_one_by_one(part, own, chosen, shares, numbers=numbers[changed])
+        total[changed] = part
         if self._shared is not None and self._shape.has_shared_gate:
             self._ops.add(total, self._shared.of_normed(normed))
         return total
@@ -234,10 +277,20 @@ class ExpertMlp:
         return self._ops.beside(of_all, of_experts)
 
     def _add_one_by_one(
-        self, total: torch.Tensor, normed: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+        self,
+        total: torch.Tensor,
+        normed: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        numbers: torch.Tensor | None = None,
     ) -> None:
-        """Add this rank's experts to `total` [tokens, hidden], each for the tokens that chose it."""
+        """Add this rank's experts to `total` [tokens, hidden], each for the tokens that chose it.
+
+        `numbers`: those of the tokens' adapters, where some change experts; on the host.
+        """
         for expert, rows, shares in self._assignments(chosen, weights):
+            self.adapter_rows.begin(None if numbers is None else numbers[rows.cpu()])
             result = expert(normed.index_select(0, rows))
             total.index_add_(0, rows, result.mul_(shares.to(result.dtype)))
 
@@ -272,6 +325,11 @@ class Expert:
         self._ops = ops
         self._gate_up = expert_gate_up_linear(config, experts, block, number, columns)
         self._down = expert_down_linear(config, experts, block, number, columns)
+
+    @property
+    def linears(self) -> tuple[ShardedLinear, ShardedLinear]:
+        """Gate and up projections, and the down projection."""
+        return self._gate_up, self._down
 
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:

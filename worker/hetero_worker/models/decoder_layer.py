@@ -79,6 +79,7 @@ class DecoderLayer:
         if shard.kv_heads.size and config.layer_input_size:
             self._input = LayerInput(config, layer, ops)
         self._is_dense = layer not in config.expert_layers
+        self._experts_adapt = takes_adapters(config)
         self._mlp_sum_width = config.mlp_sum_width
         self._scalar_source = TensorSlice(f"model.layers.{layer}.layer_scalar", (1,)) if config.layer_scalars else None
         self._scalar = 1.0
@@ -98,6 +99,11 @@ class DecoderLayer:
         attention = self.attention.linears if isinstance(self.attention, SelfAttention) else ()
         mlp = self.mlp.linears if isinstance(self.mlp, GatedMlp) and self._is_dense else ()
         return (*attention, *mlp)
+
+    @property
+    def experts(self) -> ExpertMlp | None:
+        """The rank's experts of the layer, if they take adapters: see `takes_adapters`."""
+        return self.mlp if isinstance(self.mlp, ExpertMlp) and self._experts_adapt else None
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -214,11 +220,17 @@ def self_attention(
     return kind(config, layer, heads, adds_bias=adds_bias, ops=ops)
 
 
-def adapter_targets(config: ModelConfig) -> Targets:
+def takes_adapters(config: ModelConfig) -> bool:
+    """Return whether the model's experts may take adapters: those that are named one by one, and have no biases."""
+    experts = config.experts
+    return experts is not None and not (experts.names.stacked or experts.biased or experts.norms is not None)
+
+
+def adapter_targets(config: ModelConfig, *, experts: bool = False) -> Targets:
     """Return the modules that take adapters, with the shapes of their weights: the same on every rank.
 
-    They are the projections of usual attention and of dense MLPs. Experts, routers, latent attention, the gated delta
-    rule, the vocabulary and norms take none.
+    They are the projections of usual attention, of dense MLPs, and with `experts` of experts. Experts of all tokens,
+    routers, latent attention, the gated delta rule, the vocabulary and norms take none.
     """
     found: dict[str, tuple[int, int]] = {}
     for layer in range(config.num_layers):
@@ -226,6 +238,9 @@ def adapter_targets(config: ModelConfig) -> Targets:
         linears = list(attention.linears) if isinstance(attention, SelfAttention) else []
         if layer not in config.expert_layers:
             linears += GatedMlp(config, layer, UnitRange(0, config.mlp_columns(layer)), adds_bias=False).linears
+        elif experts and config.experts is not None and takes_adapters(config):
+            own = ExpertMlp(config, layer, range(config.experts.number), norm=mlp_norm(config, layer, PLAIN_OPS))
+            linears += own.linears
         for part in (part for linear in linears for part in linear.slices):
             found[part.name.removesuffix(".weight")] = part.full_shape[0], part.full_shape[1]
     return found

@@ -182,6 +182,7 @@ def load_request(
         batch_invariant=order.batch_invariant,
         max_adapters=order.max_adapters,
         max_adapter_rank=order.max_adapter_rank,
+        adapts_experts=order.adapts_experts,
         has_draft=order.has_draft,
         has_prediction_head=order.has_prediction_head,
         expert_deferral=order.expert_deferral,

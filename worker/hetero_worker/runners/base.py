@@ -111,6 +111,8 @@ class LoadRequest:
     """Number of adapters that may be held at once, which memory is kept for."""
     max_adapter_rank: int = 0
     """Largest rank of an adapter."""
+    adapts_experts: bool = False
+    """True if adapters may change experts, too."""
     has_draft: bool = False
     """True if rank 0 also loads the draft model that it was started with."""
     has_prediction_head: bool = False

@@ -141,6 +141,7 @@ def empty_decoder(request: LoadRequest, backend: DeviceBackend) -> Decoder:
         ops=backend.fused_ops(batch_invariant=request.batch_invariant),
         expert_deferral=request.expert_deferral,
         borrows_vocabulary=request.borrows_vocabulary,
+        adapts_experts=request.adapts_experts,
     )
 
 

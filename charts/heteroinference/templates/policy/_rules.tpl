@@ -52,8 +52,14 @@ Fields of a HeteroInference that name something: the list of .Values.policy that
 hetero_operator/reconcile/policy.py has the same fields; a test compares what both refuse.
 */}}
 {{- define "heteroinference.policyFields" -}}
-- {list: hostPaths, field: spec.model.uri, names: "[object.spec.model.uri.startsWith('file://') ? object.spec.model.uri.substring(7, size(object.spec.model.uri)) : '']"}
-- {list: images, field: spec.model.uri, names: "[object.spec.model.uri.startsWith('oci://') ? object.spec.model.uri.substring(6, size(object.spec.model.uri)) : '']"}
+{{- $uris := list
+  (dict "field" "spec.model.uri" "from" "[object.spec.model.uri]")
+  (dict "field" "spec.engine.speculative.draft.uri" "from" (printf "[%s]" (include "heteroinference.valueOf" "engine.speculative.draft.uri")))
+  (dict "field" "spec.engine.adapters.load[].uri" "from" (printf "%s.map(adapter, has(adapter.uri) ? adapter.uri : '')" (include "heteroinference.below" (dict "from" "object.spec" "path" "engine.adapters.load" "else" "[]")))) }}
+{{- range $uris }}
+- {list: hostPaths, field: {{ .field | quote }}, names: {{ printf "%s.map(uri, uri.startsWith('file://') ? uri.substring(7, size(uri)) : '')" .from | quote }}}
+- {list: images, field: {{ .field | quote }}, names: {{ printf "%s.map(uri, uri.startsWith('oci://') ? uri.substring(6, size(uri)) : '')" .from | quote }}}
+{{- end }}
 {{- $fields := dict
   "hostPaths" (list "model.cache.hostPath" "exchange.hostPath")
   "images" (list "images.gpuWorker" "images.cpuWorker" "images.gateway" "images.router")

@@ -48,7 +48,7 @@ from hetero_operator.reconcile.manifests.containers import (
     secret_folder,
     tmp_files,
 )
-from hetero_operator.reconcile.manifests.model_volumes import deliver_models, model_options
+from hetero_operator.reconcile.manifests.model_volumes import adapter_directories, deliver_models, model_options
 from hetero_operator.reconcile.manifests.optional_kinds import pool_labels
 from hetero_operator.reconcile.manifests.rendering import Rendering, common_labels, manifest, workload_selector
 from hetero_operator.reconcile.names import GATEWAY_CONTAINER, gateway_ports
@@ -131,6 +131,7 @@ def _container(
         command=["python", "-m", "hetero_gateway"],
         args=[
             "--manifest", POD_MANIFEST, *chain.from_iterable(model_options(rendering.spec).items()),
+            *(text for folder in adapter_directories(rendering.spec) for text in ("--adapter", folder)),
             "--host", "0.0.0.0", *listen,
             *_access_arguments(rendering.spec.gateway),
             *(text for option in inside_arguments(rendering).items() for text in option),

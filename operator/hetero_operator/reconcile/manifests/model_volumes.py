@@ -1,6 +1,7 @@
 """Volumes and init containers that bring a model into a pod: at POD_MODEL_DIR, read-only for what serves it.
 
-A draft model comes in the same ways, to POD_DRAFT_DIR.
+A draft model comes in the same ways, to POD_DRAFT_DIR, and adapters that are named by URI to folders of
+POD_ADAPTERS_DIR, in pods of ranks: a gateway only says where they are.
 
     pvc://    the claim, mounted
     file://   the node's folder, mounted
@@ -16,14 +17,22 @@ two sources, which makes the API server refuse a Deployment, and with which a St
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final, NamedTuple
 
-from hetero_api.contract import ENV_HUB_TOKEN_FILE, POD_CACHE_DIR, POD_DRAFT_DIR, POD_HUB_TOKEN_FILE, POD_MODEL_DIR
+from hetero_api.contract import (
+    ENV_HUB_TOKEN_FILE,
+    POD_ADAPTERS_DIR,
+    POD_CACHE_DIR,
+    POD_DRAFT_DIR,
+    POD_HUB_TOKEN_FILE,
+    POD_MODEL_DIR,
+)
 from hetero_api.spec import HeteroInferenceSpec
 from hetero_api.spec_model import ModelSpec
 from hetero_operator.reconcile.manifests.containers import MountedFiles, container, secret_file, tmp_mount
 from hetero_operator.reconcile.manifests.rendering import Rendering
-from hetero_operator.reconcile.names import DRAFT_CONTAINER, MODEL_CONTAINER
+from hetero_operator.reconcile.names import MODEL_CONTAINER
 
 MODEL_VOLUME: Final = "model"
 MODEL_CLAIM_VOLUME: Final = "model-claim"
@@ -34,11 +43,15 @@ CACHE_CLAIM_VOLUME: Final = "model-cache-claim"
 CACHE_FOLDER_VOLUME: Final = "model-cache-folder"
 _DRAFT: Final = "draft-"
 """Prefix of the names of the draft model's volumes."""
-_OWN_VOLUMES: Final = (MODEL_VOLUME, MODEL_CLAIM_VOLUME, MODEL_IMAGE_VOLUME, MODEL_FOLDER_VOLUME)
+_PREFIX: Final = re.compile(rf"^({_DRAFT}|adapter-[0-9]+-)")
+"""Prefixes of the names of all volumes and containers but the served model's."""
 MODEL_VOLUMES: Final = frozenset(
-    {*_OWN_VOLUMES, *map(_DRAFT.__add__, _OWN_VOLUMES), CACHE_VOLUME, CACHE_CLAIM_VOLUME, CACHE_FOLDER_VOLUME}
-)
-"""Every volume that a model or its cache may be in."""
+    {
+        MODEL_VOLUME, MODEL_CLAIM_VOLUME, MODEL_IMAGE_VOLUME, MODEL_FOLDER_VOLUME,
+        CACHE_VOLUME, CACHE_CLAIM_VOLUME, CACHE_FOLDER_VOLUME,
+    }
+)  # fmt: skip
+"""Every volume that the served model or the cache may be in."""
 HUB: Final = "hf"
 CLAIM: Final = "pvc"
 IMAGE: Final = "oci"
@@ -83,16 +96,27 @@ def _folder_and_file(path: str) -> tuple[str, str]:
     return (folder, file) if file.endswith(_FILE_SUFFIX) else (path, "")
 
 
+def is_model_volume(name: str) -> bool:
+    """Return whether a model, an adapter or their cache is in the volume of this name."""
+    return _PREFIX.sub("", name) in MODEL_VOLUMES
+
+
+def is_model_container(name: str) -> bool:
+    """Return whether the init container of this name brings a model or an adapter."""
+    return _PREFIX.sub("", name) == MODEL_CONTAINER
+
+
 class _Delivery(NamedTuple):
-    """A model, where it goes in a pod, and what the names of its volumes begin with."""
+    """A model or adapter, where it goes in a pod, and what the names of its volumes begin with."""
 
     model: ModelSpec
     into: str
     prefix: str = ""
+    is_adapter: bool = False
 
     @property
     def container(self) -> str:
-        return DRAFT_CONTAINER if self.prefix else MODEL_CONTAINER
+        return f"{self.prefix}{MODEL_CONTAINER}"
 
     @property
     def path(self) -> str:
@@ -105,10 +129,11 @@ class _Delivery(NamedTuple):
 
 
 def model_uris(spec: HeteroInferenceSpec) -> dict[str, ModelUri]:
-    """Return the URIs of the models of a group, by their paths."""
+    """Return the URIs of the models and adapters of a group, by their paths."""
     draft = spec.engine.speculative.draft
-    drafts = {} if draft is None else {"spec.engine.speculative.draft.uri": parse_model_uri(draft.uri)}
-    return {"spec.model.uri": parse_model_uri(spec.model.uri), **drafts}
+    drafts = {} if draft is None else {"spec.engine.speculative.draft.uri": draft.uri}
+    found = {"spec.model.uri": spec.model.uri, **drafts, **spec.engine.adapters.uris}
+    return {path: parse_model_uri(uri) for path, uri in found.items()}
 
 
 def model_options(spec: HeteroInferenceSpec) -> dict[str, str]:
@@ -116,13 +141,27 @@ def model_options(spec: HeteroInferenceSpec) -> dict[str, str]:
     return dict(zip(("--model", "--draft"), (each.path for each in _deliveries(spec)), strict=False))
 
 
+def model_containers(spec: HeteroInferenceSpec) -> set[str]:
+    """Return the names of the init containers that may bring models and adapters into a pod of ranks."""
+    return {each.container for each in (*_deliveries(spec), *_adapters(spec))}
+
+
+def adapter_directories(spec: HeteroInferenceSpec) -> list[str]:
+    """Return the directories in pods of ranks of adapters that are named by URI, in order."""
+    return [each.path for each in _adapters(spec)]
+
+
 def deliver_models(
     rendering: Rendering, *, image: str, resources: dict[str, Any], tokenizer_only: bool
 ) -> MountedFiles:
-    """Return the parts that bring the models into a pod; `image` and `resources` are for init containers."""
+    """Return the parts that bring the models into a pod; `image` and `resources` are for init containers.
+
+    `tokenizer_only`: no weights, and no adapters.
+    """
+    adapters = [] if tokenizer_only else _adapters(rendering.spec)
     parts = [
         _deliver(rendering, each, image=image, resources=resources, tokenizer_only=tokenizer_only)
-        for each in _deliveries(rendering.spec)
+        for each in (*_deliveries(rendering.spec), *adapters)
     ]
     # Fetched models share the cache and the Hub's token.
     volumes = {volume["name"]: volume for part in parts for volume in part.volumes}
@@ -136,6 +175,16 @@ def _deliveries(spec: HeteroInferenceSpec) -> list[_Delivery]:
     model, draft = spec.model, spec.engine.speculative.draft
     drafts = [] if draft is None else [model.model_copy(update={"uri": draft.uri, "revision": None})]
     return [_Delivery(model, POD_MODEL_DIR), *(_Delivery(each, POD_DRAFT_DIR, _DRAFT) for each in drafts)]
+
+
+def _adapters(spec: HeteroInferenceSpec) -> list[_Delivery]:
+    """Return the deliveries of adapters that are named by URI, which are fetched as the model is."""
+    models = [
+        spec.model.model_copy(update={"uri": uri, "revision": None}) for uri in spec.engine.adapters.uris.values()
+    ]
+    return [
+        _Delivery(each, f"{POD_ADAPTERS_DIR}/{at}", f"adapter-{at}-", is_adapter=True) for at, each in enumerate(models)
+    ]
 
 
 def _deliver(
@@ -201,7 +250,7 @@ def _fetched(
 def _fetch_arguments(delivery: _Delivery, *, tokenizer_only: bool) -> list[str]:
     model = delivery.model
     revision = ["--revision", model.revision] if model.revision else []
-    scope = ["--tokenizer-only"] if tokenizer_only else []
+    scope = ["--adapter"] if delivery.is_adapter else ["--tokenizer-only"] if tokenizer_only else []
     return ["--uri", model.uri, *revision, "--cache", POD_CACHE_DIR, "--into", delivery.into, *scope]
 
 

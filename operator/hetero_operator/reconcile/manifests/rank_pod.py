@@ -48,10 +48,9 @@ from hetero_operator.reconcile.manifests.containers import (
     rank_scheduling,
     tmp_files,
 )
-from hetero_operator.reconcile.manifests.model_volumes import deliver_models, model_options
+from hetero_operator.reconcile.manifests.model_volumes import deliver_models, model_containers, model_options
 from hetero_operator.reconcile.manifests.optional_kinds import CLAIM_NAME, device_class, gang_annotations, gang_labels
 from hetero_operator.reconcile.manifests.rendering import Rendering, common_labels, manifest, workload_selector
-from hetero_operator.reconcile.names import DRAFT_CONTAINER, MODEL_CONTAINER
 from hetero_operator.reconcile.rank_sets import RankContainer, RankSet
 
 _KIND: Final = ("apps/v1", "StatefulSet")
@@ -85,7 +84,7 @@ def rank_additions(spec: HeteroInferenceSpec, ranks: RankSet) -> list[Adaptation
     """Return what the user adds to the pods of a set, pool by pool."""
     by_pool: dict[str, set[str]] = {}
     for item in ranks.containers:
-        by_pool.setdefault(item.pool.name, {MODEL_CONTAINER, DRAFT_CONTAINER}).add(item.name)
+        by_pool.setdefault(item.pool.name, model_containers(spec)).add(item.name)
     return [
         Adaptation.of(f"spec.pools[{index}]", pool, frozenset(by_pool[pool.name]))
         for index, pool in enumerate(spec.pools)

@@ -18,9 +18,8 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT, EXIT_STUCK, EXIT_USAGE
-from hetero_operator.reconcile.manifests.model_volumes import MODEL_VOLUMES
+from hetero_operator.reconcile.manifests.model_volumes import is_model_container, is_model_volume
 from hetero_operator.reconcile.model import PodEvent
-from hetero_operator.reconcile.names import DRAFT_CONTAINER, MODEL_CONTAINER
 from hetero_operator.reconcile.status.reasons import Level, Reason, Trouble, absent, broken
 from hetero_operator.reconcile.status.text import last_line, parsed_time, steady
 
@@ -131,7 +130,7 @@ def main_trouble(status: Mapping[str, Any], around: Surroundings) -> Trouble | N
 def init_trouble(status: Mapping[str, Any], around: Surroundings) -> Trouble | None:
     """Return why a container that has to end before others start has not, None when it has."""
     state = status.get("state") or {}
-    is_model = status.get("name") in (MODEL_CONTAINER, DRAFT_CONTAINER)
+    is_model = is_model_container(str(status.get("name")))
     ended = Ending.from_state(state)
     if ended is not None and ended.exit_code == 0:
         return None
@@ -206,7 +205,7 @@ def mount_trouble(warnings: Warnings) -> Trouble | None:
     said = _said(warnings, lambda event: event.reason in _MOUNT_REASONS)
     if not said:
         return None
-    is_model = not MODEL_VOLUMES.isdisjoint(_missing_volumes(said, warnings))
+    is_model = any(map(is_model_volume, _missing_volumes(said, warnings)))
     return broken(Reason.MODEL_VOLUME_NOT_READY if is_model else Reason.VOLUME_NOT_READY, said)
 
 

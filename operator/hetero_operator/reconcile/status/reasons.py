@@ -113,9 +113,10 @@ class Reason(StrEnum):
     VOLUME_NOT_READY = "VolumeNotReady"
     """A volume other than the model's cannot be mounted."""
     MODEL_VOLUME_NOT_READY = "ModelVolumeNotReady"
-    """The model's volume or cache cannot be mounted; check spec.model.uri and spec.model.cache."""
+    """The model's volume or cache cannot be mounted; check spec.model.uri and spec.model.cache, and the URIs of a draft
+    model and of adapters."""
     MODEL_DOWNLOAD_FAILED = "ModelDownloadFailed"
-    """The init container that brings the model fails; the message is its last line."""
+    """The init container that brings the model, or an adapter, fails; the message is its last line."""
     INIT_CONTAINER_FAILED = "InitContainerFailed"
     """An init container that is not ours fails."""
     STARTUP_TIMEOUT = "StartupTimeout"

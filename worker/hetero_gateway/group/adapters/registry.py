@@ -62,6 +62,7 @@ class AdapterRegistry:
         self._asked_s: dict[str, float] = {}
         self._in_use: dict[int, int] = {}
         for number, each in enumerate(spec.load, 1):
+            assert each.directory is not None, "whoever read the resource has put directories in place of URIs"
             self.place(self.new(each.name, each.directory), number)
 
     def __iter__(self) -> Iterator[Adapter]:
