@@ -115,7 +115,7 @@ def test_defaults_are_the_ones_in_the_golden_resource(client: Client, namespace:
             "rollout": {"strategy": "RollingUpdate", "maxUnavailable": 1, "maxSurge": 0},
             "idle": {"level": 1, "responder": {"enabled": False, "retryAfterSeconds": 30}},
             "router": {
-                "type": "None", "policy": "CacheAware", "cacheIsolation": "Tenant", "port": 8000,
+                "type": "None", "policy": "CacheAware", "cacheIsolation": "Tenant", "port": 8000, "replicas": 2,
                 "resources": {"cpuMillis": 1000, "memory": "2Gi"},
             },
         },
