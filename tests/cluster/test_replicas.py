@@ -147,7 +147,9 @@ def test_a_spec_is_rolled_out_in_turn_stops_where_it_does_not_work_and_goes_back
     )
     assert (status["readyReplicas"], status["updatedReplicas"]) == (2, 1)
     degraded = condition({"status": status}, "Degraded") or {}
-    assert degraded["message"].startswith("The roll-out stopped at replica 2: rank 0 (pod rolled-2-cpu-0, node node): ")
+    # A played pod fails so fast that by now the group may have restarted more often than it may.
+    assert degraded["message"].startswith("The roll-out stopped at replica 2: ")
+    assert "(pod rolled-2-cpu-0" in degraded["message"]
     assert {ordinal: resource.uids(ordinal) for ordinal in (0, 1)} == kept
 
     scene.apply("rolled", {"replicas": 3, **NEW})
