@@ -29,18 +29,14 @@ def test_the_operator_outlives_its_api_server(
     start_control_plane: StartControlPlane, with_signal: signal.Signals, outage_s: float
 ) -> None:
     plane = start_control_plane()
-    with (
-        plane.cluster.client() as client,
-        Scene.of(plane.cluster, client, shared=False) as scene,
-        scene.operator() as operator,
-    ):
+    with Scene.alone(plane.cluster) as scene, scene.operator() as operator:
         pid = operator.pid
         scene.apply("before")
         scene.apply("leaves")
         scene.owned.wait_settled("before", "leaves")
         # What the operator has not heard of yet when its watches break: a change and a deletion.
         scene.apply("before", {"pools.0.ranks": 3})
-        client.delete(KIND, "leaves", scene.namespace)
+        scene.client.delete(KIND, "leaves", scene.namespace)
         plane.stop_api_server(with_signal)
         outlive(operator, outage_s)
         plane.start_api_server()

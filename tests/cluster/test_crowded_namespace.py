@@ -30,11 +30,7 @@ HEADROOM: Final = 2000
 @pytest.mark.timeout(600)
 def test_a_thousand_large_objects_with_our_label_hold_up_nobody(start_control_plane: StartControlPlane) -> None:
     plane = start_control_plane()
-    with (
-        plane.cluster.client() as client,
-        Scene.of(plane.cluster, client, shared=False) as scene,
-        scene.operator() as operator,
-    ):
+    with Scene.alone(plane.cluster) as scene, scene.operator() as operator:
         victim = scene.apply("victim")
         scene.apply("bystander")
         scene.owned.wait_settled("victim", "bystander")

@@ -44,7 +44,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory, binaries: Binaries) -> Itera
 
 @pytest.fixture
 def scene(plane: ControlPlane) -> Iterator[Scene]:
-    with plane.cluster.client() as client, Scene.of(plane.cluster, client, shared=False) as scene:
+    with Scene.alone(plane.cluster) as scene:
         yield scene
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -50,8 +49,7 @@ def test_the_rows_agree_with_the_table_of_effects() -> None:
 def scene(start_control_plane: StartControlPlane) -> Iterator[Scene]:
     """A cluster of the test's own, which has all that fields can name."""
     plane = start_control_plane()
-    with ExitStack() as stack:
-        client = stack.enter_context(plane.cluster.client())
+    with plane.cluster.client() as client:
         for crd in (POD_MONITOR, POD_GROUP, inference_pool(plane.cluster.version)):
             client.create(crd)
             client.wait_for("CustomResourceDefinition", crd["metadata"]["name"], until=_is_served)
@@ -62,7 +60,8 @@ def scene(start_control_plane: StartControlPlane) -> Iterator[Scene]:
         client.create(
             {"apiVersion": runtime, "kind": "RuntimeClass", "metadata": {"name": "nvidia"}, "handler": "nvidia"}
         )
-        yield stack.enter_context(Scene.of(plane.cluster, client, shared=False))
+    with Scene.alone(plane.cluster) as scene:
+        yield scene
 
 
 @pytest.mark.slow

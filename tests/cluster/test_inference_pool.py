@@ -40,10 +40,10 @@ def plane(tmp_path_factory: pytest.TempPathFactory, binaries: Binaries) -> Itera
 @pytest.fixture
 def scene(plane: ControlPlane) -> Iterator[Scene]:
     """A namespace of a cluster that has no InferencePools yet."""
-    with plane.cluster.client() as client, Scene.of(plane.cluster, client, shared=False) as scene:
+    with Scene.alone(plane.cluster) as scene:
         yield scene
-        client.delete("CustomResourceDefinition", DEFINITION)
-        client.wait_gone("CustomResourceDefinition", DEFINITION)
+        scene.client.delete("CustomResourceDefinition", DEFINITION)
+        scene.client.wait_gone("CustomResourceDefinition", DEFINITION)
 
 
 def define(scene: Scene) -> None:

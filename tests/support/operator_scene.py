@@ -54,15 +54,27 @@ class Scene:
 
     @classmethod
     @contextmanager
-    def of(cls, cluster: Cluster, client: Client, *, shared: bool = True) -> Iterator[Scene]:
-        """A new namespace of a cluster. On a `shared` one it ends with the scene; one of the test's own ends itself."""
+    def of(cls, cluster: Cluster, client: Client) -> Iterator[Scene]:
+        """A new namespace of a cluster that others use, too: it ends with the scene."""
         namespace = cluster.create_namespace(client)
         try:
-            with operators_of(client, namespace) as group:
-                yield cls(cluster, client, namespace, OwnedObjects(client, namespace), group)
+            with cls._within(cluster, client, namespace) as scene:
+                yield scene
         finally:
-            if shared:
-                discard_namespace(client, namespace, [KIND])
+            discard_namespace(client, namespace, [KIND])
+
+    @classmethod
+    @contextmanager
+    def alone(cls, cluster: Cluster) -> Iterator[Scene]:
+        """A new namespace of a cluster of the test's own: it goes with that, and no slow server empties it."""
+        with cluster.client() as client, cls._within(cluster, client, cluster.create_namespace(client)) as scene:
+            yield scene
+
+    @classmethod
+    @contextmanager
+    def _within(cls, cluster: Cluster, client: Client, namespace: str) -> Iterator[Scene]:
+        with operators_of(client, namespace) as group:
+            yield cls(cluster, client, namespace, OwnedObjects(client, namespace), group)
 
     def user(self, replica: str = "operator") -> str:
         """The name that the API server knows a replica by."""

@@ -7,7 +7,7 @@ step. A step without such rows does nothing here.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Final
 
@@ -50,6 +50,13 @@ class LowRank(ABC):
         """`heights`: output rows of each of the layer's parts, which adapters may change or not."""
         self._bounds: Final = tuple(pairwise(accumulate(heights, initial=0)))
         self._rows: Final = rows
+        self._held: Mapping[int, Sequence[object]] = {}
+        """What is kept of each adapter, by its number; nothing of one that leaves the layer as it is."""
+
+    @property
+    def changing(self) -> frozenset[int]:
+        """Numbers of the adapters that change the layer's outputs."""
+        return frozenset(number for number, held in self._held.items() if held)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the products of rows x [rows, in] to the layer's outputs y [rows, out], contiguous, in place."""
@@ -63,11 +70,6 @@ class LowRank(ABC):
     @abstractmethod
     def drop(self, number: int) -> None:
         """Forget an adapter; no row has it. Does nothing if it is not held."""
-
-    @property
-    @abstractmethod
-    def changing(self) -> frozenset[int]:
-        """Numbers of the adapters that change the layer's outputs."""
 
     @abstractmethod
     def _add(self, x: torch.Tensor, y: torch.Tensor, numbers: torch.Tensor) -> None:
@@ -102,11 +104,6 @@ class PackedLowRank(LowRank):
     def drop(self, number: int) -> None:
         """See `LowRank.drop`."""
         self._held.pop(number, None)
-
-    @property
-    def changing(self) -> frozenset[int]:
-        """See `LowRank.changing`."""
-        return frozenset(number for number, held in self._held.items() if held)
 
     def _packed(self, factor: torch.Tensor, dtype: torch.dtype) -> Product:
         return self._pack(factor.to(device=self._device, dtype=dtype).contiguous())

@@ -46,11 +46,6 @@ class NativeLowRank(LowRank):
             self._table[number * len(self._bounds) + part].rank = 0
         self._held.pop(number, None)
 
-    @property
-    def changing(self) -> frozenset[int]:
-        """See `LowRank.changing`."""
-        return frozenset(number for number, held in self._held.items() if held)
-
     def _add(self, x: torch.Tensor, y: torch.Tensor, numbers: torch.Tensor) -> None:
         if x.stride(1) != 1:
             x = x.contiguous()

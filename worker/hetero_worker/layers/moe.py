@@ -19,7 +19,7 @@ tokens that chose its own experts, or slices; it has these numbers at hand, so c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from functools import partial
 from typing import NamedTuple
 
@@ -103,10 +103,12 @@ class ExpertMlp:
         """Take notice of adapters that the experts' linear layers took or dropped."""
         self._changing = frozenset().union(*(linear.changing_adapters for linear in self.linears))
 
-    def begin(self, numbers: torch.Tensor | None) -> None:
-        """Go on to rows with adapters of these numbers, int64 [tokens] on the host, 0: none; None: no row has one."""
-        is_changed = numbers is not None and not self._changing.isdisjoint(numbers.tolist())
-        self._numbers = numbers if is_changed else None
+    def begin(self, numbers: torch.Tensor | None, present: Set[int]) -> None:
+        """Go on to rows with adapters of these numbers, int64 [tokens] on the host, 0: none; None: no row has one.
+
+        `present`: the numbers that are among them.
+        """
+        self._numbers = None if self._changing.isdisjoint(present) else numbers
 
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:

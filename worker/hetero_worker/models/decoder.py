@@ -207,8 +207,9 @@ class Decoder:
             else:
                 linear.drop_adapter(number)
         self.adapters.add(number)
-        self.expert_adapters -= {number}
-        self.expert_adapters |= {number} if changes_experts else set()
+        self.expert_adapters.discard(number)
+        if changes_experts:
+            self.expert_adapters.add(number)
         self._note_adapters()
 
     def _note_adapters(self) -> None:
@@ -217,8 +218,10 @@ class Decoder:
 
     def _begin_adapters(self, numbers: torch.Tensor | None) -> None:
         self._adapter_rows.begin(numbers)
-        for experts in self._experts:
-            experts.begin(numbers)
+        if self._experts:
+            present = frozenset() if numbers is None else frozenset(numbers.tolist())
+            for experts in self._experts:
+                experts.begin(numbers, present)
 
     @property
     def has_experts(self) -> bool:

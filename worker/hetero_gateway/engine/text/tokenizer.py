@@ -175,15 +175,14 @@ class TextTokenizer:
         """Return all ids, or the first ones if there are more than `most`."""
         if len(text) <= _SHORT_CHARS:
             return list(self._tokenizer.encode(text, add_special_tokens=with_special_tokens).ids)
-        if len(text) > _LONG_CHARS:
-            ids = ids_by_windows(self._encode_part, text, most=most)
-            if ids is not None and with_special_tokens:
-                ids[:0], ids[len(ids) :] = self._special_around(text[:_SHORT_CHARS])
-            if ids is not None:
-                return ids
-        # Unlike `encode`, this lets other threads run meanwhile.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=with_special_tokens)
-        return list(encoding.ids)
+        ids = ids_by_windows(self._encode_part, text, most=most) if len(text) > _LONG_CHARS else None
+        if ids is None:
+            # Unlike `encode`, this lets other threads run meanwhile.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=with_special_tokens)
+            return list(encoding.ids)
+        if with_special_tokens:
+            ids[:0], ids[len(ids) :] = self._special_around(text[:_SHORT_CHARS])
+        return ids
 
     def _encode_part(self, text: str) -> Encoding:
         (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
