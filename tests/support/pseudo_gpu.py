@@ -111,6 +111,8 @@ class PlayedDriver(CudaDriver):
 class PseudoGpu(TorchOperators, CudaBackend):
     """A GPU rank's backend, on the host."""
 
+    _triton_problem: str | None = "the host's tensors are for torch's operators"
+
     def __init__(
         self, index: int = 0, *, memory_bytes: int = MEMORY_BYTES, make_graphs: MakeGraphs | None = None
     ) -> None:

@@ -28,7 +28,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixture
 
 @pytest.fixture
 def _with_our_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CudaBackend, "_triton_problem", None)
+    monkeypatch.setattr(PseudoGpu, "_triton_problem", None)
     monkeypatch.setattr(PseudoGpu, "linear", CudaBackend.linear)
 
 

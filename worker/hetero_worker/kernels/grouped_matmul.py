@@ -44,7 +44,9 @@ class SortedChoices:
             order = torch.empty(number, dtype=torch.int64, device=chosen.device)
             bounds = torch.empty(experts + 1, dtype=torch.int32, device=chosen.device)
             size, padded = max(16, triton.next_power_of_2(number)), triton.next_power_of_2(experts + 1)
-            _sort[(1,)](chosen, order, bounds, number, experts, size=size, padded_experts=padded)
+            _sort[(1,)](
+                chosen, order, bounds, number, experts, size=size, padded_experts=padded, enable_fp_fusion=False
+            )
             return cls(order, bounds, chosen.shape[1])
         found, order = chosen.reshape(-1).sort(stable=True)
         return cls(order, torch.searchsorted(found, numbers, out_int32=True), chosen.shape[1])
