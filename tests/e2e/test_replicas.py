@@ -203,6 +203,22 @@ def node_to_drain(served: Served) -> str:
     return max(found, key=lambda name: name in with_router)
 
 
+def test_a_gateway_and_its_rank_go_together_and_no_request_fails(replicas: Served, texts: Texts) -> None:
+    """As when they are on one node that is drained, which two free nodes seldom let happen."""
+    scale(replicas, 2)
+    pods = [pod["metadata"] for pod in pods_of(replicas) if pod["metadata"]["labels"].get(LABEL_REPLICA) == "1"]
+    assert len(pods) == 2
+    asked = {pod["uid"] for pod in pods}
+
+    def change() -> None:
+        names = [pod["name"] for pod in pods]
+        replicas.site.kubectl("delete", "pod", *names, f"--namespace={NAMESPACE}", "--wait=false")
+        replicas.wait(lambda _: not asked & {pod["metadata"]["uid"] for pod in pods_of(replicas)})
+        wait_replicas(replicas, 2)
+
+    check(disturbed(replicas, "together", change), texts)
+
+
 def routers(served: Served) -> list[Object]:
     """Pods of the router that are not ending."""
     pods = served.site.client.list_all("Pod", NAMESPACE, labels=f"{LABEL_ROUTER}={NAME}")
