@@ -55,7 +55,7 @@ from hetero_operator.reconcile.rank_sets import RankContainer, RankSet
 
 _KIND: Final = ("apps/v1", "StatefulSet")
 _HISTORY: Final = 2
-STOP_GRACE_S: Final = 30
+_STOP_GRACE_S: Final = 30
 """Longest that ranks take to leave their group, once a gateway that stops with them has drained."""
 _GRACE_AFTER_STOP_S: Final = 30
 """Longest that a pod takes to end ranks that did not leave, and itself."""
@@ -130,7 +130,7 @@ def plain_rank_template(rendering: Rendering, ranks: RankSet) -> dict[str, Any]:
 
 def _stop_grace_s(rendering: Rendering) -> int:
     """Return the longest time that ranks have to leave: a gateway that drains keeps them for its streams."""
-    return rendering.spec.gateway.drain_timeout_seconds + STOP_GRACE_S
+    return rendering.spec.gateway.drain_timeout_seconds + _STOP_GRACE_S
 
 
 def _runtime_class(ranks: RankSet) -> str | None:
