@@ -199,6 +199,13 @@ MUTANTS: Final = (
         ("tests/unit/group/test_joining.py",),
     ),
     Mutant(
+        "group: a rank that leaves with its gateway ends its streams",
+        "worker/hetero_gateway/group/rendezvous.py",
+        "        if self.state is GroupState.DRAINING:\n            await self._core.wait_idle()",
+        "        pass",
+        ("tests/unit/group/test_epoch_ends.py",),
+    ),
+    Mutant(
         "block pool: tenants share their prefix cache",
         "worker/hetero_gateway/engine/block_pool.py",
         'hashlib.sha256(b"hetero-kv-root\\0" + cache_salt.encode())',

@@ -430,7 +430,8 @@ class GatewaySpec(SpecModel):
     resources: ResourcesSpec = ResourcesSpec()
     """Resources of the gateway's container."""
     drain_timeout_seconds: Annotated[int, Field(ge=0, le=3600)] = 60
-    """How long a stopping gateway lets requests in flight finish."""
+    """How long a stopping gateway lets requests in flight finish. Pods of ranks have 60 s more to end; those that run
+    keep the time that they were made with."""
     env: Variables | None = None
     """Environment variables of the gateway, e.g. HTTPS_PROXY."""
     volumes: Volumes | None = None

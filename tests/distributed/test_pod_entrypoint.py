@@ -41,6 +41,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
 
 READY_S = 120.0
 NUM_TOKENS = 12
+LONG_TOKENS = 200
+APART_S = 0.5
+"""From the signal to a gateway or its ranks to that to the other."""
 HEALTH = ("health", "health-1")
 PORTS = ("inference", "admin", "ranks", "metrics", *HEALTH)
 
@@ -139,13 +142,18 @@ class Cluster:
 
     def generate(self) -> list[int]:
         """Greedy tokens, the same whenever the model is whole."""
+        return list(self.stream(NUM_TOKENS))
+
+    def stream(self, num_tokens: int) -> Iterator[int]:
+        """Greedy tokens as they come."""
         asked = inference_pb2.GenerateRequest(
             text="The capital of France is",
-            sampling=inference_pb2.SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True),
+            sampling=inference_pb2.SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True),
         )
         with grpc.insecure_channel(f"127.0.0.1:{self.ports['inference']}") as channel:
             stub: Any = inference_pb2_grpc.InferenceStub(channel)
-            return [token for event in stub.Generate(asked, timeout=60) for token in event.delta.token_ids]
+            for event in stub.Generate(asked, timeout=60):
+                yield from event.delta.token_ids
 
     def describe(self) -> str:
         logs = [f"--- {log.name}\n{log.read_text()[-4000:]}" for log in sorted(self.folder.glob("*.log"))]
@@ -228,6 +236,25 @@ def test_a_killed_rank_and_a_replaced_gateway_cost_no_neighbour_its_weights(clus
     assert time.monotonic() - began_s < 15
     assert not [pid for pid in before if alive(pid)]
     assert not [name for name in shared_segments() if name.startswith("hetero-pod-entry-")]
+
+
+@pytest.mark.parametrize("first", ["pod", "gateway"])
+def test_a_gateway_and_its_ranks_that_are_asked_to_go_together_end_their_streams_first(
+    cluster: Cluster, first: str
+) -> None:
+    """As when their node is drained: the kubelet may ask one some time before the other."""
+    processes = {"pod": cluster.start_pod(), "gateway": cluster.start_gateway()}
+    cluster.until_ready()
+    stream = cluster.stream(LONG_TOKENS)
+    tokens = [next(stream)]
+    processes[first].send_signal(signal.SIGTERM)
+    time.sleep(APART_S)
+    for process in processes.values():
+        if process is not processes[first]:
+            process.send_signal(signal.SIGTERM)
+    tokens += stream
+    assert len(tokens) == LONG_TOKENS
+    assert [process.wait(15) for process in processes.values()] == [EXIT_OK, EXIT_OK]
 
 
 def test_ranks_of_two_containers_share_memory_and_one_that_ends_heals_alone(tmp_path: Path, smollm2: Path) -> None:

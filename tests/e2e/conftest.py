@@ -125,6 +125,7 @@ def is_available(deployment: Object) -> bool:
         status.get("observedGeneration") == deployment["metadata"]["generation"]
         and status.get("availableReplicas", 0) == wanted
         and status.get("replicas", 0) == wanted
+        and status.get("updatedReplicas", 0) == wanted
     )
 
 

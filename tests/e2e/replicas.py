@@ -91,10 +91,10 @@ def undisturbed(served: Served, *, max_tokens: int = MAX_TOKENS) -> Texts:
     return found
 
 
-def disturbed(served: Served, name: str, change: Callable[[], object]) -> list[Answer]:
+def disturbed(served: Served, name: str, change: Callable[[], object], *, max_tokens: int = MAX_TOKENS) -> list[Answer]:
     """What streams got that flowed before, while and after `change` was made; kept among the artifacts."""
     least: list[int] = []
-    with load(served) as streams:
+    with load(served, max_tokens=max_tokens) as streams:
         streams.wait_answers(STREAMS)
         with Watching(lambda: least.append(served.object["status"].get("readyReplicas", 0))):
             change()

@@ -48,7 +48,7 @@ from tests.support.kube.polling import poll
 SERVED_AGAIN_S: Final = 5.0
 """Allowed until callers of a killed router are served by another; the figure is kept among the artifacts."""
 LONG_TOKENS: Final = 1024
-"""Of streams that are under way when the last replica is asked to go."""
+"""Of streams that are under way when what serves them is asked to go."""
 MEMORY: Final = "/spec/pools/0/cpu/memoryPerRank"
 
 
@@ -201,6 +201,23 @@ def node_to_drain(served: Served) -> str:
     found = [name for name, on_it in replicas_on.items() if len(on_it) == 1]
     assert found, f"no node has pods of a single replica: {replicas_on}"
     return max(found, key=lambda name: name in with_router)
+
+
+def test_a_gateway_and_its_rank_go_together_and_no_request_fails(replicas: Served) -> None:
+    """As when they are on one node that is drained, which is not for a test to arrange."""
+    scale(replicas, 2)
+    texts = undisturbed(replicas, max_tokens=LONG_TOKENS)
+    pods = [pod["metadata"] for pod in pods_of(replicas) if pod["metadata"]["labels"].get(LABEL_REPLICA) == "1"]
+    assert len(pods) == 2
+    asked = {pod["uid"] for pod in pods}
+
+    def change() -> None:
+        names = [pod["name"] for pod in pods]
+        replicas.site.kubectl("delete", "pod", *names, f"--namespace={NAMESPACE}", "--wait=false")
+        replicas.wait(lambda _: not asked & {pod["metadata"]["uid"] for pod in pods_of(replicas)})
+        wait_replicas(replicas, 2)
+
+    check(disturbed(replicas, "together", change, max_tokens=LONG_TOKENS), texts)
 
 
 def routers(served: Served) -> list[Object]:

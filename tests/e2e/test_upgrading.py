@@ -7,7 +7,7 @@ version has to be another: gateways and ranks of two versions refuse one another
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +31,8 @@ from tests.e2e.replicas import (
 from tests.e2e.served import Served, restarts_of
 from tests.e2e.site import Site, image_archives, own_nodes
 from tests.support.helm import CHART
+from tests.support.kube.client import Object
+from tests.support.kube.polling import poll
 
 BEFORE: Final = "HETERO_E2E_BEFORE"
 
@@ -62,9 +64,16 @@ def site(tmp_path_factory: pytest.TempPathFactory, earlier: Path) -> Iterator[Si
         yield site
 
 
-def versions(served: Served) -> set[str]:
-    """Tags of the images that ranks and gateways run."""
-    return {pod["spec"]["containers"][0]["image"].rpartition(":")[2] for pod in pods_of(served)}
+def versions(pods: Iterable[Object]) -> set[str]:
+    """Tags of the images that pods run."""
+    return {pod["spec"]["containers"][0]["image"].rpartition(":")[2] for pod in pods}
+
+
+def wait_operator(site: Site, version: str) -> None:
+    """Until all pods of the operator are of a version. One that ends may lead: its roll-outs have its own."""
+    (deployment,) = site.client.list_all("Deployment", SYSTEM)
+    site.client.wait_for("Deployment", deployment["metadata"]["name"], SYSTEM, until=is_available, timeout_s=180)
+    poll(lambda: versions(site.client.list_all("Pod", SYSTEM)) == {version}, timeout_s=60)
 
 
 def restart(served: Served, version: str) -> None:
@@ -72,7 +81,7 @@ def restart(served: Served, version: str) -> None:
     served.site.kubectl(
         "annotate", "hinf", NAME, f"--namespace={NAMESPACE}", f"{ANNOTATION_RESTARTED_AT}=to-{version}", "--overwrite"
     )
-    served.wait(lambda _: versions(served) == {version})
+    served.wait(lambda _: versions(pods_of(served)) == {version})
     wait_replicas(served, 2)
 
 
@@ -83,7 +92,7 @@ def test_an_upgrade_and_a_rollback_fail_no_request(site: Site, earlier: Path) ->
     texts = undisturbed(served)
     assert len(texts) == STREAMS
     before = earlier.stem.rpartition("-")[2]
-    assert versions(served) == {before}
+    assert versions(pods_of(served)) == {before}
 
     def change() -> None:
         for chart, version in ((CHART, VERSION), (None, before)):
@@ -92,12 +101,10 @@ def test_an_upgrade_and_a_rollback_fail_no_request(site: Site, earlier: Path) ->
                 site.helm.run("rollback", RELEASE, f"--namespace={SYSTEM}")
             else:
                 site.helm.run("upgrade", RELEASE, chart, f"--namespace={SYSTEM}", values=dict(site.chart_values))
-            (deployment,) = site.client.list_all("Deployment", SYSTEM)
-            name = deployment["metadata"]["name"]
-            site.client.wait_for("Deployment", name, SYSTEM, until=is_available, timeout_s=180)
+            wait_operator(site, version)
             wait_replicas(served, 2)
             assert restarts_of({pod["metadata"]["name"]: pod for pod in pods_of(served)}) == pods
             restart(served, version)
-            assert versions(served) == {version}
+            assert versions(pods_of(served)) == {version}
 
     check(disturbed(served, "upgrade", change), texts)

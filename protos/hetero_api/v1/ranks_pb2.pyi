@@ -157,6 +157,7 @@ class RankMessage(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
     STEP_TRACE_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     FURTHER_RESULTS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch it is spoken in; 0 in Hello."""
@@ -197,6 +198,10 @@ class RankMessage(_message.Message):
         """What a step took whose plan asks for it."""
 
     @_builtins.property
+    def leaving(self) -> Global___Leaving:
+        """I am asked to end my process: I serve on until your Shutdown."""
+
+    @_builtins.property
     def further_results(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepResult]:
         """Behind a step_result: those of the plans that follow, in order."""
 
@@ -213,13 +218,14 @@ class RankMessage(_message.Message):
         heartbeat: Global___Heartbeat | None = ...,
         echo: Global___Echo | None = ...,
         step_trace: Global___StepTrace | None = ...,
+        leaving: Global___Leaving | None = ...,
         further_results: _abc.Iterable[Global___StepResult] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["allocated", b"allocated", "body", b"body", "echo", b"echo", "failure", b"failure", "formed", b"formed", "heartbeat", b"heartbeat", "hello", b"hello", "loaded", b"loaded", "step_result", b"step_result", "step_trace", b"step_trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["allocated", b"allocated", "body", b"body", "echo", b"echo", "failure", b"failure", "formed", b"formed", "heartbeat", b"heartbeat", "hello", b"hello", "leaving", b"leaving", "loaded", b"loaded", "step_result", b"step_result", "step_trace", b"step_trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocated", b"allocated", "body", b"body", "echo", b"echo", "epoch", b"epoch", "failure", b"failure", "formed", b"formed", "further_results", b"further_results", "heartbeat", b"heartbeat", "hello", b"hello", "loaded", b"loaded", "step_result", b"step_result", "step_trace", b"step_trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocated", b"allocated", "body", b"body", "echo", b"echo", "epoch", b"epoch", "failure", b"failure", "formed", b"formed", "further_results", b"further_results", "heartbeat", b"heartbeat", "hello", b"hello", "leaving", b"leaving", "loaded", b"loaded", "step_result", b"step_result", "step_trace", b"step_trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "formed", "loaded", "allocated", "step_result", "failure", "heartbeat", "echo", "step_trace"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "formed", "loaded", "allocated", "step_result", "failure", "heartbeat", "echo", "step_trace", "leaving"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -265,7 +271,7 @@ class GatewayMessage(_message.Message):
 
     @_builtins.property
     def shutdown(self) -> Global___Shutdown:
-        """The group is over: leave the process groups and exit with status 0."""
+        """The group is over, or has no more need of a rank that is leaving: leave the process groups and exit with status 0."""
 
     @_builtins.property
     def token_masks(self) -> Global___TokenMasks:
@@ -2335,6 +2341,30 @@ class Failure(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Failure: _TypeAlias = Failure  # noqa: Y015
+
+@_typing.final
+class Leaving(_message.Message):
+    """A rank was asked to end its process. Shutdown answers it: when no request is in flight, or soon; where the gateway
+    drains, when its last request has ended.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Why."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Leaving: _TypeAlias = Leaving  # noqa: Y015
 
 @_typing.final
 class Abort(_message.Message):

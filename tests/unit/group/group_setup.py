@@ -323,6 +323,14 @@ class ObedientRank(ScriptedRank):
             if self.ordinal == 0:
                 self.say(self.epoch, step_result=result)
 
+    def go_on(self) -> None:
+        """Do the steps that it kept quiet about, all behind the warm-up's, and hold no more."""
+        self.holds_steps = False
+        held = self.plans[WARM_UP_PLANS:]
+        del self.plans[WARM_UP_PLANS:]
+        for plan in held:
+            self._step(plan)
+
     def _obey(self, plan: ranks_pb2.StepPlan) -> ranks_pb2.CommandReport:
         assert self._ranks is not None
         if not self.problem and not self.peers_fail:

@@ -13,7 +13,7 @@ from hetero_api.group_state import GroupState
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.errors import EngineUnavailable
 from hetero_gateway.group import recovery, rendezvous
-from hetero_gateway.group.roster import LinkEnd
+from hetero_gateway.group.roster import Closing, LinkEnd
 from hetero_gateway.group.settings import GroupSettings
 from tests.unit.engine.engine_setup import VOCAB_SIZE, engine_config, generation
 from tests.unit.engine.fake_ranks import tokens_alone
@@ -267,6 +267,70 @@ async def test_draining_between_two_epochs_ends_the_requests_that_wait_for_the_n
         bench.group.drain()
         with pytest.raises(EngineUnavailable, match=r"draining and its group was lost: rank 1 \(pod-1\)"):
             await collect(stream)
+
+
+# --- leaving --------------------------------------------------------------------------------------------
+
+
+def leaves(rank: ScriptedRank) -> None:
+    rank.say(rank.epoch, leaving=ranks_pb2.Leaving(reason="SIGTERM"))
+
+
+async def test_a_rank_that_leaves_an_idle_group_goes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "DRAIN_NOTICE_S", 600.0)
+    async with GroupBench() as bench:
+        _, one = await bench.ready()
+        leaves(one)
+        await bench.until(GroupState.ABORTED)
+        assert one.link.closing == Closing(LinkEnd.DONE, "it was asked to leave: SIGTERM")
+        assert bench.group.topology().reason.startswith("rank 1 (pod-1): it was asked to leave: SIGTERM; waiting for")
+
+
+async def test_a_rank_that_leaves_a_busy_group_goes_soon_and_requests_go_on_with_its_successor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rendezvous, "DRAIN_NOTICE_S", 0.05)
+    async with GroupBench() as bench:
+        zero, one = await bench.ready()
+        zero.holds_steps = True
+        stream = bench.core.submit(generation("r", range(3)))
+        await wait_until(lambda: len(zero.plans) > WARM_UP_PLANS)
+        leaves(one)
+        await bench.until(GroupState.ABORTED)
+        zero.holds_steps = False
+        bench.obedient(1, instance="successor")
+        assert len(tokens_of(await collect(stream))) == 4
+
+
+@pytest.mark.parametrize("drains", ["before", "after"])
+async def test_a_rank_that_leaves_with_its_gateway_stays_until_the_last_stream_has_ended(
+    drains: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "DRAIN_NOTICE_S", 0.05)
+    async with GroupBench() as bench:
+        zero, one = await bench.ready()
+        zero.holds_steps = True
+        stream = bench.core.submit(generation("r", range(3)))
+        await wait_until(lambda: len(zero.plans) > WARM_UP_PLANS)
+        if drains == "before":
+            bench.group.drain()
+        leaves(one)
+        bench.group.drain()
+        await asyncio.sleep(3 * rendezvous.DRAIN_NOTICE_S)
+        assert one.link.closing is None
+        zero.go_on()
+        assert len(tokens_of(await collect(stream))) == 4
+        await wait_until(lambda: one.link.closing is not None)
+        assert zero.link.closing is None
+
+
+async def test_a_rank_that_leaves_between_two_epochs_is_let_go() -> None:
+    async with GroupBench() as bench:
+        zero, one = await bench.ready()
+        zero.lose()
+        await bench.until(GroupState.ABORTED)
+        leaves(one)
+        await wait_until(lambda: one.link.closing is not None)
 
 
 # --- silence --------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ REGISTERS = {
 """Most of a thread, as they are: whoever needs fewer lowers them."""
 FEW_REGISTERS = 64
 OF_SEVERAL_SHAPES = {"_grouped", "_add_choices", "_rms_norm", "_gated", "_router", "_row_product"}
-"""Kernels that a model launches with several constants: of experts, of one row, of heads' norms beside those of rows."""
+"""Kernels that a model launches with several constants: of experts, of one row, norms of heads beside those of rows."""
 PIPELINED = {"_decode", "_spans"}
 
 

@@ -67,14 +67,14 @@ def test_a_patch_is_merged_last() -> None:
         "spec": {
             "dnsPolicy": "None",
             "dnsConfig": {"nameservers": ["192.0.2.1"]},
-            "terminationGracePeriodSeconds": 90,
+            "terminationGracePeriodSeconds": 240,
             "containers": [{"name": "rank", "env": [{"name": "NCCL_DEBUG", "value": "INFO"}]}],
         },
     }
     template = template_of(world_of(pool={"podTemplate": patch, "env": {"NCCL_DEBUG": "WARN"}}))
     assert template["metadata"]["labels"]["team"] == "blue"
     assert template["spec"]["dnsConfig"] == {"nameservers": ["192.0.2.1"]}
-    assert template["spec"]["terminationGracePeriodSeconds"] == 90
+    assert template["spec"]["terminationGracePeriodSeconds"] == 240
     [rank] = template["spec"]["containers"]
     assert [item["value"] for item in rank["env"] if item["name"] == "NCCL_DEBUG"] == ["INFO"]
     assert rank["command"] == ["python", "-m", "hetero_worker.pod"]

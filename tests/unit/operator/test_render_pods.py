@@ -201,3 +201,14 @@ def test_the_admin_token_is_the_gateways_alone() -> None:
     pods = templates("everything")
     assert keys(pods["everything-gateway"]) == {"group-token", "admin-token"}
     assert keys(pods["everything-cpu"]) == {"group-token"}
+
+
+@pytest.mark.parametrize("drain_s", [0, 120])
+def test_ranks_outlast_the_drain_of_a_gateway_that_is_stopped_with_them(drain_s: int) -> None:
+    case = CASES["example-smollm2-cpu"]
+    resource = {**case.resource, "spec": {**case.resource["spec"], "gateway": {"drainTimeoutSeconds": drain_s}}}
+    todo = OperatorWorld(resource, case.capabilities).plan()
+    [pod] = [item["spec"]["template"]["spec"] for item in todo.apply if item["kind"] == "StatefulSet"]
+    [rank] = pod["containers"]
+    stop_grace_s = int(rank["args"][rank["args"].index("--stop-grace-s") + 1])
+    assert drain_s + 20 <= stop_grace_s <= pod["terminationGracePeriodSeconds"] - 20

@@ -10,8 +10,7 @@ import pytest
 from hetero_api.contract import ENV_POD_IP, ENV_POD_NAME, EXIT_USAGE
 from hetero_api.host.cores import CoreGrant
 from hetero_api.host.topology import NumaPolicy
-from hetero_operator.reconcile.manifests.rank_pod import GRACE_PERIOD_S
-from hetero_worker.pod.config import STOP_GRACE_S, PodConfig
+from hetero_worker.pod.config import PodConfig
 from hetero_worker.pod.ranks import policy_in_force, rank_arguments, rank_commands
 from hetero_worker.process.config import RankConfig
 
@@ -23,10 +22,6 @@ RENDERED = [
     "--memory-bytes-per-rank", "1073741824", "--health-port", "8080",
 ]  # fmt: skip
 POD = {ENV_POD_NAME: "x-cpu-12", ENV_POD_IP: "10.0.0.9"}
-
-
-def test_ranks_that_do_not_leave_are_killed_by_their_supervisor_before_the_kubelet_kills_all() -> None:
-    assert STOP_GRACE_S + 20 <= GRACE_PERIOD_S
 
 
 def test_the_ordinal_is_the_number_that_ends_the_pods_name() -> None:

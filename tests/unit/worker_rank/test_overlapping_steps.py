@@ -199,7 +199,7 @@ def test_the_end_of_life_finds_no_step_under_way(by: str, tmp_path: Path) -> Non
         if by == "leave":
             gateway.tell(1, step_plan=step(2, 0))
             assert results(gateway, 1) == [1]
-            rank.machine.request_leave("SIGTERM")
+            rank.leave_at_once()
         else:
             gateway.hang_up()
         assert rank.exit_code() == (EXIT_OK if by == "leave" else EXIT_FAILURE)

@@ -93,6 +93,7 @@ def test_patience_runs_from_the_last_group_and_ends() -> None:
 def test_a_request_to_leave_reaches_the_session_that_runs() -> None:
     session = ScriptedSession()
     career = Career(session)
+    career.rank._first_pause_s = 600.0
     session.during = lambda: career.rank.request_leave("SIGTERM")
     assert career.rank.run() == EXIT_OK
     assert session.left == ["SIGTERM"]

@@ -138,6 +138,11 @@ class Rank:
         self._exit_codes.append(self.machine.run())
         self._link.finish(5)
 
+    def leave_at_once(self) -> None:
+        """Be asked twice, so that it does not ask its gateway."""
+        for _ in range(2):
+            self.machine.request_leave("SIGTERM")
+
     def exit_code(self) -> int:
         self._thread.join(20)
         assert self._exit_codes, "the rank did not end"
@@ -469,7 +474,7 @@ def test_the_end_of_life_ends_the_wait_for_masks(by: str, tmp_path: Path) -> Non
         if by == "shutdown":
             gateway.tell(1, shutdown=ranks_pb2.Shutdown(reason="test"))
         elif by == "leave":
-            rank.machine.request_leave("SIGTERM")
+            rank.leave_at_once()
         else:
             gateway.hang_up(grpc.StatusCode.UNAVAILABLE)
         assert rank.exit_code() == (EXIT_FAILURE if by == "hang up" else EXIT_OK)
@@ -745,16 +750,27 @@ def test_shutdown_is_obeyed_in_the_middle_of_a_wait(tmp_path: Path) -> None:
     assert exchange.closed
 
 
-def test_leave_request_ends_the_process_in_good_order(tmp_path: Path) -> None:
+def test_a_rank_that_serves_and_is_to_leave_computes_until_its_gateway_lets_it_go(tmp_path: Path) -> None:
+    with joined(tmp_path) as (gateway, rank):
+        serve_epoch(gateway, 1)
+        rank.machine.request_leave("SIGTERM")
+        assert gateway.expect("leaving").leaving.reason == "SIGTERM"
+        gateway.tell(1, step_plan=step(1, 0))
+        assert gateway.expect("step_result").step_result.step_id == 1
+        shut_down(gateway, 1, rank)
+
+
+def test_a_second_leave_request_ends_the_process_in_good_order(tmp_path: Path) -> None:
     exchange = BlockingExchange()
     with joined(tmp_path, form=forming(exchange)) as (gateway, rank):
         serve_epoch(gateway, 1)
         rank.runner.on_execute = lambda: rank.runner.exchange.broadcast(torch.ones(1), 1)
         gateway.tell(1, step_plan=step(1, 0))
         assert exchange.waiting.wait(20)
-        rank.machine.request_leave("SIGTERM")
+        rank.leave_at_once()
 
         assert rank.exit_code() == EXIT_OK
+        gateway.expect("leaving")
         gateway.expect_end()
     assert exchange.closed
 

@@ -14,6 +14,7 @@ What always holds:
   `EpochRestarts` asks for. After a permanent failure, or more ends than the restart budget allows, every stream ends;
   it takes a process that was not there at the failure to begin again.
 - A new epoch is awake and has the resource's own cache, even if admin RPCs changed the one before it.
+- A rank that leaves a gateway which drains ends no stream: it stays until the last has ended.
 
 The server of the ranks' streams calls `receive` and `leave`; nothing here waits for a rank. One asyncio loop.
 """
@@ -46,6 +47,9 @@ _LAST_STATES: Final = (GroupState.DRAINING, GroupState.CLOSED)
 _SERVING: Final = (GroupState.READY, GroupState.ASLEEP)
 LEAVING_S: Final = 20.0
 """Longest time from an epoch's end to a rank's next Hello, unless the rank was loading."""
+DRAIN_NOTICE_S: Final = 2.0
+"""Longest that a rank which leaves stays for requests in flight, if the gateway does not drain by then: pods that are
+evicted together are asked one after another."""
 
 
 class Group:
@@ -83,6 +87,8 @@ class Group:
         self._refusal = ""
         self._changed = asyncio.Event()
         self._eviction: asyncio.TimerHandle | None = None
+        self._partings: set[asyncio.Task[None]] = set()
+        """Waits of ranks that leave."""
 
     # --- what ranks' streams bring ----------------------------------------------------------------------
 
@@ -111,6 +117,10 @@ class Group:
             self._join(link, message)
         elif member is None:
             raise RankMisbehaved(f"the first message must be hello, not {message.WhichOneof('body')}")
+        elif message.HasField("leaving"):
+            parting = asyncio.create_task(self._let_go(member, message.leaving.reason), name=f"{member} leaves")
+            self._partings.add(parting)
+            parting.add_done_callback(self._partings.discard)
         elif message.epoch > self.epoch:
             raise RankMisbehaved(f"{member} spoke in epoch {message.epoch}, the current one is {self.epoch}")
         elif self._current is None or self._current.is_over or message.epoch < self.epoch:
@@ -131,6 +141,22 @@ class Group:
         self._refusal = ""
         self._restarts.reconsider(self._roster.instance_ids)
         self._changed.set()
+
+    async def _let_go(self, member: Member, reason: str) -> None:
+        """Shut a rank down that was asked to end, once it is not needed or DRAIN_NOTICE_S are over."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_NOTICE_S):
+                await self._core.wait_idle()
+        if self.state is GroupState.DRAINING:
+            await self._core.wait_idle()
+        self._shut_down(member, f"it was asked to leave: {reason}")
+        self._remove(member.link, f"it was asked to leave: {reason}")
+
+    def _shut_down(self, member: Member, reason: str) -> None:
+        """End a rank's stream in good order."""
+        shutdown = ranks_pb2.GatewayMessage(epoch=self.epoch, shutdown=ranks_pb2.Shutdown(reason=reason))
+        member.link.send(shutdown)
+        member.link.close(LinkEnd.DONE, reason)
 
     def _drop(self, member: Member, message: ranks_pb2.RankMessage) -> None:
         self.dropped_messages += 1
@@ -261,10 +287,8 @@ class Group:
         if self._current is not None:
             self._current.end(reason)
             self._current = None
-        shutdown = ranks_pb2.GatewayMessage(epoch=self.epoch, shutdown=ranks_pb2.Shutdown(reason=reason))
         for member in self._roster.members:
-            member.link.send(shutdown)
-            member.link.close(LinkEnd.DONE, reason)
+            self._shut_down(member, reason)
         self.enter(GroupState.CLOSED)
 
     @property

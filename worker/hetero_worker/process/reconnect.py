@@ -55,6 +55,8 @@ class ReconnectingRank:
             exit_code, was_in_group, gateway_lost = self._run_session(patience_s)
             if not gateway_lost or not self._reconnect_timeout_s:
                 return exit_code
+            if self._leaving.is_set():
+                return EXIT_OK
             if was_in_group:
                 lost_s, pause_s = self._clock(), self._first_pause_s
             patience_s = self._reconnect_timeout_s - (self._clock() - lost_s)

@@ -15,6 +15,8 @@ it needs.
 `step_loop.py` executes plans, in order. A step under way is finished and answered before any message but the next
 plans is looked at.
 
+A rank that is asked to end while it serves says so and serves on until the gateway's Shutdown.
+
 A state machine serves one gateway; `reconnect.py` decides what follows.
 """
 
@@ -124,6 +126,8 @@ class WorkerStateMachine:
         self._epoch = 0
         self._ended_epoch = 0
         self._rank = -1
+        self._is_leaving = False
+        """Whether the gateway was asked for a Shutdown."""
         self._plans = StepLoop(runner, link, self._heartbeat)
         self._group: GroupCoordinator | None = None
         self._form_message: ranks_pb2.FormGroup | None = None
@@ -150,7 +154,14 @@ class WorkerStateMachine:
             self._listener.close()
 
     def request_leave(self, reason: str) -> None:
-        """End soon, in good order. Callable from any thread but the main one, which may be blocked."""
+        """End soon, in good order. Callable from any thread but the main one, which may be blocked.
+
+        A rank that serves goes when its gateway says so, which may have streams to end, or when it is asked again.
+        """
+        if self._state is RankState.SERVING and not self._is_leaving:
+            self._is_leaving = True
+            self._send(ranks_pb2.RankMessage(leaving=ranks_pb2.Leaving(reason=reason)))
+            return
         event = LeaveRequested(reason)
         self._observe(event)
         self._link.inject(event)

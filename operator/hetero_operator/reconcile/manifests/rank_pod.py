@@ -55,8 +55,10 @@ from hetero_operator.reconcile.rank_sets import RankContainer, RankSet
 
 _KIND: Final = ("apps/v1", "StatefulSet")
 _HISTORY: Final = 2
-GRACE_PERIOD_S: Final = 60
-"""Longest time that ranks take to leave their group."""
+_STOP_GRACE_S: Final = 30
+"""Longest that ranks take to leave their group, once a gateway that stops with them has drained."""
+_GRACE_AFTER_STOP_S: Final = 30
+"""Longest that a pod takes to end ranks that did not leave, and itself."""
 _SHARED_MEMORY: Final = "shared-memory"
 _NODE_SHARED_MEMORY: Final = "node-shared-memory"
 """Another name, so that a merge never makes one volume with two sources (see model_volumes)."""
@@ -118,12 +120,17 @@ def plain_rank_template(rendering: Rendering, ranks: RankSet) -> dict[str, Any]:
         labels={**gang_labels(rendering), **common_labels(rendering, ROLE_RANK), **selector, **revision},
         annotations=gang_annotations(rendering),
         account=rendering.names.rank_account,
-        grace_period_s=GRACE_PERIOD_S,
+        grace_period_s=_stop_grace_s(rendering) + _GRACE_AFTER_STOP_S,
         scheduling=rank_scheduling(rendering, first),
         containers=[_container(rendering, item, [*files, _hugepages(item.pool)]) for item in ranks.containers],
         runtimeClassName=_runtime_class(ranks),
         resourceClaims=_resource_claims(rendering, ranks),
     )
+
+
+def _stop_grace_s(rendering: Rendering) -> int:
+    """Return the longest time that ranks have to leave: a gateway that drains keeps them for its streams."""
+    return rendering.spec.gateway.drain_timeout_seconds + _STOP_GRACE_S
 
 
 def _runtime_class(ranks: RankSet) -> str | None:
@@ -184,6 +191,7 @@ def _arguments(rendering: Rendering, item: RankContainer) -> list[str]:
         "--numa-policy": (pool.cpu_or_default.numa.policy if is_cpu else NumaPolicy.NONE).value,
         "--memory-bytes-per-rank": pool.memory_per_rank or 0,
         "--health-port": item.port,
+        "--stop-grace-s": _stop_grace_s(rendering),
         **inside_arguments(rendering),
     }
     if item.ordinal is not None:
