@@ -17,6 +17,7 @@ BACK_TO_WORK_S = 60.0
 
 
 @pytest.mark.slow
+@pytest.mark.minutes(4)
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize(
     ("with_signal", "outage_s"),
