@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if processes := getattr(config, "workerinput", {}).get("workercount", 0):
         items.sort(key=lambda item: -_minutes(item))
         longest, others = items[:processes], items[processes:]
-        pairs = zip(longest, others[::-1], strict=False)
-        first = [item for pair in pairs for item in pair]
-        items[:] = first + others[: len(items) - len(first)]
+        between, shortest = others[:-processes], others[-processes:]
+        items[:] = [item for pair in zip_longest(longest, shortest) for item in pair if item is not None] + between
 
 
 def _minutes(item: pytest.Item) -> float:
