@@ -5,7 +5,7 @@
 #     sh bench/gpu/check.sh tests                          # tests/gpu, the cheap and telling ones first
 #     sh bench/gpu/check.sh bench [options of bench.gpu]   # figures against the roofline
 #
-# Results go to $OUT where that is set (tests.xml, gpu-DATE.json), else to bench/results. A stage that runs out of time
+# Results go to $OUT where that is set (ranks.xml, kernels.xml, memory.xml, gpu-DATE.json), else to bench/results. A stage that runs out of time
 # is interrupted as by Ctrl-C, and tells what it has. Exit status 0: all tests passed, or every target was met.
 set -u
 stage=${1:-}
@@ -23,7 +23,8 @@ began=$(date +%s)
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-wanted = {"protobuf": (6, 31), "numpy": (), "psutil": (), "pydantic": (2,), "pytest": (), "safetensors": (), "torch": (2, 11),
+wanted = {"protobuf": (6, 31), "numpy": (), "psutil": (), "pydantic": (2,), "opentelemetry-api": (), "pytest": (), "pytest-xdist": (),
+          "safetensors": (), "torch": (2, 11),
           "transformers": ()}
 problems = []
 for name, least in wanted.items():
@@ -41,13 +42,39 @@ EOF
 left=$((LIMIT_S - $(date +%s) + began))
 
 # -k: what does not end on SIGINT is killed before the machine's own limit.
+run() {
+    limit=$1; shift
+    timeout -s INT -k 15 "$limit" "$PYTHON" -m "$@"
+}
+test_files() {
+    name=$1; limit=$2; shift 2
+    run "$limit" pytest --noconftest -c bench/gpu/pytest.ini --rootdir . -q -rfEs --durations=15 \
+        --junitxml="$results/$name.xml" "$@"
+}
 if [ "$stage" = tests ]; then
-    timeout -s INT -k 15 $((left - 20)) "$PYTHON" -m pytest --noconftest -c bench/gpu/pytest.ini --rootdir . -q -rfEs \
-        --durations=20 --junitxml="$results/tests.xml" tests/gpu/test_device_services.py tests/gpu/test_reference.py \
-        tests/gpu/test_gpu_runner.py tests/gpu/test_mixed_group.py tests/gpu
+    mkdir -p "$results"
+    export OMP_NUM_THREADS=1
+    kernels=$(ls tests/unit/kernels/test_*matmul.py)
+    kernels="$kernels tests/unit/kernels/test_fused.py tests/unit/kernels/test_paged_attention.py"
+    kernels="$kernels tests/unit/kernels/test_sampling_kernels.py tests/unit/kernels/test_delta_kernels.py"
+    alone="tests/gpu/test_memory_kept.py tests/gpu/test_sleep.py"
+    together=$(ls tests/gpu/test_*.py | grep -v -e memory_kept -e sleep.py)
+    # Kernels and ranks side by side, in many processes; tests of the device's memory after them, alone.
+    most=$(((left - 20) * 3 / 4))
+    test_files kernels $most -n 8 -p tests.support.kernels_on_gpu $kernels \
+        --deselect tests/unit/kernels/test_sampling_kernels.py::test_tokens_are_the_hosts_on_every_layout > "$results/kernels.log" 2>&1 &
+    test_files ranks $most -n 10 $together
+    status=$?
+    wait $!
+    of_kernels=$?
+    tail -n 60 "$results/kernels.log"
+    [ $status -ne 0 ] || status=$of_kernels
+    test_files memory $((LIMIT_S - 20 - $(date +%s) + began)) $alone
+    of_memory=$?
+    [ $status -ne 0 ] || status=$of_memory
 else
-    timeout -s INT -k 15 $((left - 20)) "$PYTHON" -m bench.gpu --limit-s $((left - 40)) --results "$results" "$@"
+    run $((left - 20)) bench.gpu --limit-s $((left - 40)) --results "$results" "$@"
+    status=$?
 fi
-status=$?
 echo "check.sh $stage: exit status $status after $(($(date +%s) - began)) s"
 exit $status

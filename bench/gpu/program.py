@@ -23,7 +23,7 @@ from bench.gpu.recipes import Recipe, decoding, throughput
 from bench.gpu.report import DECODE_TARGET, THROUGHPUT_TARGET, Report, Row, ablation_rows, comparison_rows
 from bench.gpu.roofline import Rates, Roofline
 from bench.gpu.serving import CapacityError, Replica, Served, bounds_of
-from bench.gpu.shapes import QWEN3_06B, QWEN3_8B, QWEN3_32B, TINY
+from bench.gpu.shapes import QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, QWEN3_32B, TINY
 from hetero_api.errors import HeteroError
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
@@ -69,10 +69,10 @@ def menu_of(*, tiny: bool, quick: bool) -> Menu:
     if tiny:
         recipe = throughput(TINY.vocab_size, sequences=6, shortest=5, longest=20)
         return Menu(("tiny", TINY), (), (Capped("tiny", TINY, 1 << 30, 0.0),), recipe, 64, 12)
-    shapes = (("Qwen3-8B", QWEN3_8B), ("Qwen3-32B", QWEN3_32B))
+    shapes = (("Qwen3-8B", QWEN3_8B), ("Qwen3-30B-A3B", QWEN3_30B_A3B), ("Qwen3-32B", QWEN3_32B))
     capped = (Capped("Qwen3-8B", QWEN3_8B, 10 * _GIGABYTE, 75.0), Capped("Qwen3-32B", QWEN3_32B, 40 * _GIGABYTE, 120.0))
     whole = Menu(("Qwen3-0.6B", QWEN3_06B), shapes, capped, throughput(QWEN3_06B.vocab_size), 16384, 128)
-    return replace(whole, large=shapes[:1], capped=()) if quick else whole
+    return replace(whole, large=shapes[:2], capped=()) if quick else whole
 
 
 class Bench:

@@ -7,7 +7,8 @@ multiplying can go on at once, so with measured bandwidth B and rate F a step ta
     max( size · (weights + 2 · layers · kv_heads · head_dim · tokens) / B,
          (2 · body · rows + 2 · head · draws + 4 · layers · heads · head_dim · pairs) / F )
 
-where `size` is bytes an element, `body` the weights of all layers, `head` those of the output head (read, and counted
+where `size` is bytes an element, `body` the weights of all layers (of experts those that rows choose: on average, if each
+chooses at random), `head` those of the output head (read, and counted
 in `weights`, only in steps that draw), `tokens` those whose keys are read, each once for each sequence, and `pairs`
 the pairs of a row and a token that it attends to. Activations, and embeddings that are looked up, are left out: they
 are little, and leaving them out makes the bound lower and shares of it smaller. Steps follow one another, so the bound
@@ -57,19 +58,33 @@ class Roofline:
 
     @property
     def _body(self) -> int:
-        return self.config.num_parameters - self._head * (1 if self.config.tie_word_embeddings else 2)
+        """Without routed experts."""
+        embeddings = self._head * (1 if self.config.tie_word_embeddings else 2)
+        return self.config.num_parameters - embeddings - self._experts
+
+    @property
+    def _experts(self) -> int:
+        experts = self.config.experts
+        return len(experts.layers) * experts.number * self.config.params_per_expert if experts is not None else 0
+
+    def _chosen(self, rows: int) -> float:
+        """Share of the experts that some row chooses."""
+        experts = self.config.experts
+        return 1 - (1 - experts.per_token / experts.number) ** rows if experts is not None else 0.0
 
     def read_bytes(self, work: StepWork) -> int:
         """What the step reads at least."""
         config = self.config
         cached = 2 * config.num_layers * config.num_kv_heads * config.head_dim * work.tokens
-        return self.element_bytes * (self._body + (self._head if work.draws else 0) + cached)
+        experts = round(self._experts * self._chosen(work.rows))
+        return self.element_bytes * (self._body + experts + (self._head if work.draws else 0) + cached)
 
     def flops(self, work: StepWork) -> int:
         """What the step multiplies and adds at least."""
         config = self.config
         attention = 4 * config.num_layers * config.num_heads * config.head_dim * work.pairs
-        return 2 * self._body * work.rows + 2 * self._head * work.draws + attention
+        experts = round(self._experts * self._chosen(1))
+        return 2 * (self._body + experts) * work.rows + 2 * self._head * work.draws + attention
 
     def step_s(self, work: StepWork) -> float:
         """The least time of the step, seconds."""

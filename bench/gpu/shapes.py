@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from hetero_api.model_config import ModelConfig
@@ -30,6 +32,9 @@ QWEN3_06B: Final = _qwen3(
     hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, tie_word_embeddings=True
 )
 QWEN3_8B: Final = _qwen3(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32)
+QWEN3_30B_A3B: Final = ModelConfig.from_hf(
+    json.loads((Path(__file__).parents[2] / "examples/models/qwen3-30b-a3b.json").read_text(encoding="utf-8"))
+)
 QWEN3_32B: Final = _qwen3(hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64)
 TINY: Final = _qwen3(
     hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

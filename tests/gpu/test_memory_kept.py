@@ -62,6 +62,7 @@ def gpu() -> CudaBackend:
 
 @pytest.fixture
 def request_06b(gpu: CudaBackend) -> LoadRequest:
+    gpu.memory_pool.release_unused()  # what an earlier test's rank had
     return LoadRequest(
         directory=Path("made weights"),
         config=QWEN3_06B,

@@ -13,6 +13,7 @@ from hetero_worker.attention.base import AttentionBatch, DecodeRows, PrefillSpan
 from hetero_worker.attention.delta_rule import DeltaInputs, DeltaWeights
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.attention.torch_paged import TorchPagedAttention
+from tests.support.seeded import seeded
 
 NO_BLOCKS = np.zeros(1, dtype=np.int32)
 _OF_AN_EARLIER_SEQUENCE = 7.0
@@ -40,7 +41,7 @@ class DeltaCase:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def weights(self) -> DeltaWeights:
-        generator = torch.Generator().manual_seed(1)
+        generator = seeded(1)
 
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator)
@@ -57,7 +58,7 @@ class DeltaCase:
 
     def inputs(self, seed: int, length: int, dtype: torch.dtype = torch.float32) -> DeltaInputs:
         """Return the projections of a sequence's tokens."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         width = self.channels + self.value_heads * self.value_dim
         mixed = torch.randn(length, width, generator=generator)
         gates = torch.randn(length, 2 * self.value_heads, generator=generator)

@@ -12,6 +12,7 @@ import torch
 
 from hetero_worker.attention.base import AttentionBatch, AttentionRule, DecodeRows, PrefillSpan
 from hetero_worker.attention.kv_cache import LayerCache
+from tests.support.seeded import seeded, zeros
 
 _JUNK_BLOCK = 9999
 """Behind a sequence's last block lies whatever was there before."""
@@ -37,11 +38,11 @@ class PagedCase:
         self.group, self.dtype = group, dtype
         self.lengths = [*decode, *(computed + rows for computed, rows in spans)]
         self.rows = [1] * len(decode) + [rows for _, rows in spans]
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = seeded(seed)
         counts = [-(-length // block_size) for length in self.lengths]
         self.cache = LayerCache.allocate(
             num_blocks=1 + sum(counts), block_size=block_size, num_kv_heads=kv_heads, head_dim=head_dim,
-            dtype=cache_dtype or dtype,
+            dtype=cache_dtype or dtype, zeros=zeros,
         )  # fmt: skip
         for tensor in (self.cache.keys, self.cache.values):
             tensor[block_size:] = self._random(*tensor[block_size:].shape)
@@ -58,7 +59,8 @@ class PagedCase:
     def slots(self, sequence: int) -> torch.Tensor:
         """int64 [tokens]."""
         positions, size = np.arange(self.lengths[sequence]), self.cache.block_size
-        return torch.from_numpy(self.blocks[sequence][positions // size].astype(np.int64) * size + positions % size)
+        slots = self.blocks[sequence][positions // size].astype(np.int64) * size + positions % size
+        return torch.tensor(slots)
 
     def rows_of(self, sequence: int) -> slice:
         """Rows of the step."""

@@ -15,6 +15,7 @@ from hetero_worker.kernels.trial import run_one
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, HeadWeights
 from hetero_worker.layers.rotary import RotaryTables, Rotation
 from hetero_worker.layers.triton_ops import TritonOps
+from tests.support.seeded import seeded, zeros
 
 pytestmark = pytest.mark.unit
 
@@ -26,7 +27,7 @@ EPS = 1e-6
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=seeded(seed)).to(dtype)
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -35,7 +36,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def test_a_kernel_runs_here() -> None:
-    run_one(torch.device("cpu"))
+    run_one(torch.get_default_device())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -104,15 +105,17 @@ class Heads:
     ) -> None:
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.qkv = randn(tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
-        table = RotaryTables([RopeConfig(100.0)], head_dims=[head_dim], max_length=64, dtype=dtype)
+        table = RotaryTables(
+            [RopeConfig(100.0)], head_dims=[head_dim], max_length=64, dtype=dtype, device=torch.get_default_device()
+        )
         self.rotation = table.at(torch.arange(tokens) * 3 % 64)[0]
         self.norms: HeadWeights | None = None
         if with_norms:
             self.norms = HeadWeights(randn(num_heads + num_kv_heads, head_dim, seed=1, dtype=dtype), EPS)
         self.cache = LayerCache.allocate(
-            num_blocks=6, block_size=4, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype
+            num_blocks=6, block_size=4, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, zeros=zeros
         )
-        self.slots = torch.randperm(20, generator=torch.Generator().manual_seed(2))[:tokens] + 4
+        self.slots = torch.randperm(20, generator=seeded(2))[:tokens] + 4
 
     def empty_cache(self) -> LayerCache:
         return LayerCache(torch.zeros_like(self.cache.keys), torch.zeros_like(self.cache.values), 4)

@@ -16,7 +16,8 @@ from hetero_worker.layers.fused_ops import PLAIN_OPS
 from hetero_worker.layers.linear_kernels import PackedExperts, PackedMlp
 from hetero_worker.layers.triton import experts as device_experts
 from hetero_worker.layers.triton.linear import DeviceKernel, TritonKernel
-from tests.unit.kernels.test_quantized_matmul import HOST, randn, random_matrix
+from tests.support.seeded import seeded
+from tests.unit.kernels.test_quantized_matmul import DEVICE, randn, random_matrix
 
 pytestmark = pytest.mark.unit
 
@@ -32,7 +33,7 @@ class Experts:
 
     def __init__(self, weights: WeightFormat | None, activation: Activation, *, biased: bool, invariant: bool) -> None:
         self.activation = activation
-        self.kernel = (TritonKernel if invariant else DeviceKernel)(HOST, torch.float32)
+        self.kernel = (TritonKernel if invariant else DeviceKernel)(DEVICE, torch.float32)
         self.counts = torch.zeros(NUMBER, dtype=torch.int64)
         self.numbers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.packed: list[PackedMlp] = []
@@ -72,7 +73,7 @@ class Experts:
     def check(
         self, joined: PackedExperts, x: torch.Tensor, chosen: torch.Tensor, held: Mapping[int, Any], *, shared: bool
     ) -> None:
-        shares = torch.rand(chosen.shape, generator=torch.Generator().manual_seed(9))
+        shares = torch.rand(chosen.shape, generator=seeded(9))
         expected = self.exact(x, NUMBER) if shared else torch.zeros(x.shape, dtype=torch.float64)
         for token, numbers in enumerate(chosen.tolist()):
             for place, number in enumerate(numbers):
@@ -84,7 +85,7 @@ class Experts:
 
 
 def choices(tokens: int, *, seed: int = 4) -> torch.Tensor:
-    scores = torch.rand(tokens, NUMBER, generator=torch.Generator().manual_seed(seed))
+    scores = torch.rand(tokens, NUMBER, generator=seeded(seed))
     return scores.argsort(dim=1)[:, :PER_TOKEN]
 
 

@@ -15,6 +15,7 @@ from hetero_worker.kernels.routing import router_logits
 from hetero_worker.layers.fused_ops import PLAIN_OPS
 from hetero_worker.layers.triton.linear import TritonKernel
 from hetero_worker.layers.triton_ops import InvariantTritonOps, TritonOps
+from tests.support.seeded import seeded
 
 pytestmark = pytest.mark.unit
 
@@ -24,7 +25,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], i
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=seeded(seed)).to(dtype)
 
 
 @each_dtype

@@ -14,11 +14,11 @@ from hetero_worker.attention.torch_paged import TorchPagedAttention
 from hetero_worker.attention.triton_paged import TritonPagedAttention
 from hetero_worker.kernels.attention_tiles import PagedKeys, Scoring
 from hetero_worker.kernels.paged_attention import attend_decode
-from hetero_worker.memory.streams import HOST
 from tests.support.paged_cases import PagedCase
 
 pytestmark = pytest.mark.unit
 
+DEVICE = torch.get_default_device()
 RULE = AttentionRule(0.25)
 RULES = {
     "plain": RULE,
@@ -37,7 +37,7 @@ each_group = pytest.mark.parametrize("group", [1, 3, 4, 7])
 
 def backend_for(case: PagedCase, *, batch_invariant: bool = False, num_programs: int = 16) -> TritonPagedAttention:
     return TritonPagedAttention(
-        HOST,
+        DEVICE,
         head_dim=case.cache.keys.shape[2],
         group_size=case.group,
         batch_invariant=batch_invariant,
@@ -115,7 +115,7 @@ def test_one_kv_head_for_more_query_heads_than_a_tile_has_lanes() -> None:
 def test_splits_that_find_no_tokens_count_for_nothing(num_splits: int, window: int | None) -> None:
     """16 splits of 3 tiles, and of one; a row without any token gives zeros."""
     case, rule = PagedCase(decode=[150, 8, 1], kv_heads=1, head_dim=32), AttentionRule(0.25, window=window)
-    tables = torch.from_numpy(np.vstack([case.batch.decode.block_tables, case.batch.decode.block_tables[:1]]))
+    tables = torch.tensor(np.vstack([case.batch.decode.block_tables, case.batch.decode.block_tables[:1]]))
     paged = PagedKeys(case.cache.keys, case.cache.values, 4, tables, torch.tensor([150, 8, 1, 0], dtype=torch.int32))
     query = torch.cat([case.query, torch.ones(1, 3, 32)])
     out = torch.full((4, 3 * 32), float("nan"))
@@ -137,7 +137,7 @@ def test_long_rows_are_split_among_the_programs_there_are() -> None:
 
 def test_what_splits_leave_fits_what_is_accounted_for() -> None:
     """Rows of any number, and of any length, are cut into no more splits than sixteen times the programs."""
-    backend = TritonPagedAttention(HOST, head_dim=16, group_size=3, num_programs=16)
+    backend = TritonPagedAttention(DEVICE, head_dim=16, group_size=3, num_programs=16)
     step = backend.begin(PagedCase(decode=[1]).batch)
     most = max(
         rows * 2 * splits
@@ -157,7 +157,7 @@ def test_long_rows_are_cut_however_many_others_there_are(
     rows: int, longest: int, window: int | None, splits: int
 ) -> None:
     """Or a step would end when the one program of its longest row does."""
-    step = TritonPagedAttention(HOST, head_dim=16, group_size=3, num_programs=16).begin(PagedCase(decode=[1]).batch)
+    step = TritonPagedAttention(DEVICE, head_dim=16, group_size=3, num_programs=16).begin(PagedCase(decode=[1]).batch)
     assert step._num_splits(rows, 2, longest, window) == splits  # type: ignore[attr-defined]
 
 
@@ -212,7 +212,7 @@ def test_random_batches_equal_those_of_plain_operators(seed: int) -> None:
         seed=seed,
     )
     rule = chance.choice([rule for rule in RULES.values() if rule.sinks is None])
-    expected = attended(TorchPagedAttention(HOST).begin(case.batch), case, rule)
+    expected = attended(TorchPagedAttention(DEVICE).begin(case.batch), case, rule)
     assert torch.allclose(attended(backend_for(case).begin(case.batch), case, rule), expected, atol=3e-6)
 
 
@@ -326,14 +326,14 @@ def test_what_there_is_no_room_for_is_refused() -> None:
 
 def test_shapes_without_a_kernel_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="head_dim 72 is no multiple of 16 up to 512"):
-        TritonPagedAttention(HOST, head_dim=72, group_size=1, num_programs=16)
+        TritonPagedAttention(DEVICE, head_dim=72, group_size=1, num_programs=16)
     with pytest.raises(ValueError, match="head_dim 528 is no multiple of 16 up to 512"):
-        TritonPagedAttention(HOST, head_dim=528, group_size=1, num_programs=16)
+        TritonPagedAttention(DEVICE, head_dim=528, group_size=1, num_programs=16)
     with pytest.raises(ValueError, match="129 query heads share a KV head, more than 128"):
-        TritonPagedAttention(HOST, head_dim=64, group_size=129, num_programs=16)
+        TritonPagedAttention(DEVICE, head_dim=64, group_size=129, num_programs=16)
     for head_dim, value_dim in ((600, 512), (576, 568), (64, 64), (1088, 1024)):
         with pytest.raises(ValueError, match=f"latent keys of {value_dim} and {head_dim - value_dim} elements"):
-            TritonPagedAttention(HOST, head_dim=head_dim, group_size=128, value_dim=value_dim, num_programs=16)
+            TritonPagedAttention(DEVICE, head_dim=head_dim, group_size=128, value_dim=value_dim, num_programs=16)
 
 
 def latent_case(value_dim: int, rest: int, **shape: object) -> PagedCase:
@@ -347,7 +347,7 @@ def latent_attended(
     case: PagedCase, value_dim: int, *, batch_invariant: bool = False, num_programs: int = 16
 ) -> torch.Tensor:
     backend = TritonPagedAttention(
-        HOST, head_dim=case.cache.keys.shape[2], group_size=case.group, value_dim=value_dim,
+        DEVICE, head_dim=case.cache.keys.shape[2], group_size=case.group, value_dim=value_dim,
         batch_invariant=batch_invariant, num_programs=num_programs,
     )  # fmt: skip
     return backend.begin(case.batch).attend_written(case.query, case.cache, RULE)

@@ -13,10 +13,11 @@ from hetero_worker.kernels.quantized_matmul import QuantizedLayout, QuantizedTil
 from hetero_worker.layers.linear_kernels import PackedWeight
 from hetero_worker.layers.triton.linear import DeviceKernel, TritonKernel
 from hetero_worker.layers.triton.weights import DeviceWeight, packed_on
+from tests.support.seeded import seeded
 
 pytestmark = pytest.mark.unit
 
-HOST: Final = torch.device("cpu")
+DEVICE: Final = torch.get_default_device()
 FORMATS: Final = {
     "int8": INT8,
     "int8 a row": WeightFormat(8),
@@ -39,7 +40,7 @@ each_format = pytest.mark.parametrize("weights", FORMATS.values(), ids=FORMATS)
 
 def random_matrix(outputs: int, inputs: int, weights: WeightFormat, *, seed: int = 0) -> QuantizedMatrix:
     """Of all values that the format has, with scales and minima of float16."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     kind, least, end = (torch.int8, -128, 128) if weights.bits == 8 else (torch.uint8, 0, 16)
     values = torch.randint(least, end, (outputs, inputs), dtype=kind, generator=generator)
     if weights.is_wide:
@@ -52,11 +53,11 @@ def random_matrix(outputs: int, inputs: int, weights: WeightFormat, *, seed: int
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=seeded(seed)).to(dtype)
 
 
 def packed(matrix: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> DeviceWeight:
-    weight = DeviceKernel(HOST, dtype).pack_quantized(matrix)
+    weight = DeviceKernel(DEVICE, dtype).pack_quantized(matrix)
     assert isinstance(weight, DeviceWeight)
     return weight
 
@@ -121,7 +122,7 @@ def test_rows_are_looked_up(weights: WeightFormat) -> None:
 
 @pytest.mark.parametrize("weights", [int4(), FP8], ids=str)
 def test_a_row_has_the_same_bits_in_any_batch_in_batch_invariant_mode(weights: WeightFormat) -> None:
-    kernel = TritonKernel(HOST, torch.bfloat16)
+    kernel = TritonKernel(DEVICE, torch.bfloat16)
     weight = kernel.pack_quantized(random_matrix(37, 200, weights))
     x = randn(70, 200, dtype=torch.bfloat16)
     whole = weight(x, None)
@@ -132,7 +133,7 @@ def test_a_row_has_the_same_bits_in_any_batch_in_batch_invariant_mode(weights: W
 
 def test_inputs_apart_from_each_other_and_at_odd_addresses_are_taken_as_they_are() -> None:
     matrix, wide = random_matrix(6, 32, int4()), randn(3, 80)
-    weight = packed_on(HOST, matrix)
+    weight = packed_on(DEVICE, matrix)
     for x in (wide[:, 3:35], wide[:, ::2][:, :32], randn(97)[1:].view(3, 32)):
         before = x.clone()
         assert torch.equal(quantized_linear(x, weight, None), quantized_linear(before, weight, None))
@@ -140,7 +141,7 @@ def test_inputs_apart_from_each_other_and_at_odd_addresses_are_taken_as_they_are
 
 
 def test_formats_without_a_kernel_are_refused_by_name() -> None:
-    kernel = DeviceKernel(HOST, torch.float32)
+    kernel = DeviceKernel(DEVICE, torch.float32)
     for weights in (WeightFormat(4, 24), WeightFormat(4, 32, has_minimum=True, is_float=True)):
         assert not kernel.takes(weights)
     with pytest.raises(ValueError, match="groups of a multiple of 16 inputs, not 4 bits in groups of 24"):
