@@ -37,7 +37,8 @@ StartControlPlane = Callable[..., ControlPlane]
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let processes that share the tests begin with those that take minutes, each with one of them and a short one.
 
-    A test that begins last and takes five minutes is five minutes in which the others are done.
+    A test that begins last and takes five minutes is five minutes in which the others are done. Of those with a mark,
+    some wait more than they compute: four that compute, at once, would keep API servers of two cores from answering.
     """
     if processes := getattr(config, "workerinput", {}).get("workercount", 0):
         items.sort(key=lambda item: -_minutes(item))

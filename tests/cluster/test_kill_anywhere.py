@@ -60,7 +60,6 @@ def proxy(scene: Scene) -> Iterator[FaultProxy]:
 
 
 @pytest.mark.slow
-@pytest.mark.minutes(1.3)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(("prepare", "begin"), [(nothing, create), (was_there, roll_out)], ids=["create", "roll-out"])
