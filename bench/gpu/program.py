@@ -164,7 +164,7 @@ class Bench:
             config,
             heads=[config.num_kv_heads],
             columns=[config.intermediate_size],
-            experts=[0],
+            experts=[config.experts.number if config.experts is not None else 0],
             rows=[config.vocab_size],
         )
         return Load(config, self._dtype, plan, bounds_of(recipe, max_num_batched_tokens=self._menu.chunk), (0,))
@@ -205,6 +205,7 @@ class Bench:
 
     def _capped(self, capped: Capped) -> None:
         with self._group(cpu_ranks=self._cpu_ranks) as group:
+            self._rates(group)
             found = hetero.compare(
                 group, capped.name, capped.config, dtype=self._dtype, cap_bytes=capped.cap_bytes,
                 limit_s=self._left_s() / 10,

@@ -7,8 +7,8 @@ multiplying can go on at once, so with measured bandwidth B and rate F a step ta
     max( size · (weights + 2 · layers · kv_heads · head_dim · tokens) / B,
          (2 · body · rows + 2 · head · draws + 4 · layers · heads · head_dim · pairs) / F )
 
-where `size` is bytes an element, `body` the weights of all layers (of experts those that rows choose: on average, if each
-chooses at random), `head` those of the output head (read, and counted
+where `size` is bytes an element, `body` the weights of all layers (of experts those that rows choose on
+average, if each chooses at random), `head` those of the output head (read, and counted
 in `weights`, only in steps that draw), `tokens` those whose keys are read, each once for each sequence, and `pairs`
 the pairs of a row and a token that it attends to. Activations, and embeddings that are looked up, are left out: they
 are little, and leaving them out makes the bound lower and shares of it smaller. Steps follow one another, so the bound

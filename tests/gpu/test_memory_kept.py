@@ -110,6 +110,7 @@ def test_graphs_take_no_more_than_is_kept_for_them_in_whatever_order_they_are_re
     taken, kept = taker.runner.graph_bytes, taker.report.graph_reserve_bytes
     print(f"{len(sizes)} graphs of {QWEN3_06B.num_layers} layers took {taken >> 20} MiB of the {kept >> 20} MiB kept")
     assert 0 < taken <= kept
+    gpu.memory_pool.release_unused()  # logits of each size leave some: the allocator gives it back at need
     free, total = torch.cuda.mem_get_info(gpu.device)
     assert free >= (1 - SHARE) * total - RUNTIME_GROWTH_BYTES, "with its cache, a rank leaves what it is not to take"
 

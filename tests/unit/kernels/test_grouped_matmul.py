@@ -31,9 +31,18 @@ SHAPE: Final = ExpertsConfig(NUMBER, PER_TOKEN, WIDTH, layers=(0,))
 class Experts:
     """Numbers of all experts of a layer and of one of all tokens, and what a kernel makes of some of them."""
 
-    def __init__(self, weights: WeightFormat | None, activation: Activation, *, biased: bool, invariant: bool) -> None:
+    def __init__(
+        self,
+        weights: WeightFormat | None,
+        activation: Activation,
+        *,
+        biased: bool,
+        invariant: bool,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.activation = activation
-        self.kernel = (TritonKernel if invariant else DeviceKernel)(DEVICE, torch.float32)
+        self.dtype = dtype
+        self.kernel = (TritonKernel if invariant else DeviceKernel)(DEVICE, dtype)
         self.counts = torch.zeros(NUMBER, dtype=torch.int64)
         self.numbers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.packed: list[PackedMlp] = []
@@ -44,12 +53,12 @@ class Experts:
             )
             biases = [randn(2 * WIDTH, seed=number) * biased, randn(HIDDEN, seed=number + 50) * biased]
             self.numbers.append((gate_up.dequantized(), biases[0], down.dequantized(), biases[1]))
-            given = biases if biased else [None, None]
+            given = [bias.to(dtype) for bias in biases] if biased else [None, None]
             pack = self._pack if weights is None else self.kernel.pack_quantized
             self.packed.append(PackedMlp(pack(gate_up), given[0], pack(down), given[1]))
 
     def _pack(self, matrix: QuantizedMatrix) -> Any:
-        return self.kernel.pack(matrix.dequantized())
+        return self.kernel.pack(matrix.dequantized().to(self.dtype))
 
     def joined(self, held: Mapping[int, PackedMlp], *, shared: bool) -> PackedExperts:
         found = self.kernel.join_experts(
@@ -106,6 +115,27 @@ def test_with_biases_and_an_expert_of_all_tokens(activation: Activation) -> None
     experts = Experts(FORMATS["mxfp4"], activation, biased=True, invariant=True)
     held = experts.some(1, 4)
     experts.check(experts.joined(held, shared=True), randn(7, HIDDEN), choices(7), held, shared=True)
+
+
+@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
+@pytest.mark.parametrize(("biased", "shared"), [(False, True), (True, False)])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_experts_of_few_rows_add_up_row_by_row(
+    activation: Activation, biased: bool, shared: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16-bit floats are rounded as the grouped products round them, but for the order of sums."""
+    experts = Experts(None, activation, biased=biased, invariant=False, dtype=torch.bfloat16)
+    held = experts.some(0, 2, 3)
+    x, chosen = randn(tokens, HIDDEN, dtype=torch.bfloat16), choices(tokens)
+    chosen[-1, 0] = NUMBER  # padding
+    shares = torch.rand(chosen.shape, generator=seeded(9))
+    by_row = experts.joined(held, shared=shared)(x, chosen, shares)
+    expected = [int((chosen == number).sum()) if number in held else 0 for number in range(NUMBER)]
+    assert experts.counts.tolist() == expected
+    monkeypatch.setattr(device_experts, "_FEW_CHOICES", 0)
+    grouped = experts.joined(held, shared=shared)(x, chosen, shares)
+    assert experts.counts.tolist() == [2 * count for count in expected]
+    torch.testing.assert_close(by_row, grouped, rtol=2e-2, atol=2e-2 * float(grouped.abs().max()))
 
 
 def test_experts_change_between_steps() -> None:

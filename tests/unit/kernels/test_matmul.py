@@ -13,7 +13,7 @@ from hetero_worker.kernels.expert_choice import router_logits as plain_logits
 from hetero_worker.kernels.matmul import MatmulTile, linear
 from hetero_worker.kernels.routing import router_logits
 from hetero_worker.layers.fused_ops import PLAIN_OPS
-from hetero_worker.layers.triton.linear import TritonKernel
+from hetero_worker.layers.triton.linear import DeviceKernel, TritonKernel
 from hetero_worker.layers.triton_ops import InvariantTritonOps, TritonOps
 from tests.support.seeded import seeded
 
@@ -111,3 +111,19 @@ def test_a_cuda_device_computes_with_our_kernels(monkeypatch: pytest.MonkeyPatch
     weight, x = randn(6, 5), randn(3, 5, seed=1)
     torch.testing.assert_close(kernel.pack(weight)(x, None), F.linear(x, weight))
     assert not kernel.copies_weight
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("out_features", "in_features"), [(1, 1), (5, 40), (1100, 33), (2600, 520), (4100, 1030)])
+def test_one_row_is_multiplied_as_in_float64(out_features: int, in_features: int, dtype: torch.dtype) -> None:
+    x, weight = randn(1, in_features, dtype=dtype), randn(out_features, in_features, seed=1, dtype=dtype)
+    bias = randn(out_features, seed=2, dtype=dtype)
+    packed = DeviceKernel(x.device, dtype).pack(weight)
+    exact = F.linear(x.double(), weight.double())
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 2e-3
+    torch.testing.assert_close(packed(x, bias).double(), exact + bias.double(), rtol=tolerance, atol=tolerance)
+    logits = packed.logits(x)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-4)
+    several = randn(3, in_features, dtype=dtype)
+    torch.testing.assert_close(packed(several, bias), F.linear(several, weight, bias))

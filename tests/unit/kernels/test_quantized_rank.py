@@ -18,7 +18,7 @@ pytestmark = pytest.mark.unit
 
 PROMPT: Final = [7, 150, 3, 88, 199, 0, 42, 42, 64, 63, 127]
 ALONE: Final = Shares(kv_heads=((8,),), mlp_columns=((50,),), vocab_rows=(200,), experts=((6,),))
-KERNEL: Final = "linear=torch, triton for quantised weights"
+KERNEL: Final = "linear=torch, triton for one row and for quantised weights"
 
 
 @pytest.fixture(scope="module", params=["llama-tied", "qwen3-moe"])

@@ -128,7 +128,7 @@ class Case:
         pool = PlayedMemoryPool(runtime=self._runtime_of(hardware))
         weight_bytes, gather_bytes = decoder.weight_bytes(kernel), hardware.gather_bytes if holds else 0
         shard = LoadedShard(request, decoder, kernel, weight_bytes, (), 0.0, gather_bytes, pool)
-        sizes = Padding.of(request).sizes if is_gpu else ()
+        sizes = Padding.of(request, joins_experts=False).sizes if is_gpu else ()
         workspace = most_measured(request) if measured else None
         return shard.report(request, load_s=0.0, workspace=workspace, graph_sizes=sizes)
 

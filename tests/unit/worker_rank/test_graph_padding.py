@@ -40,6 +40,10 @@ def request_of(directory: Path, shares: Shares, *, rank: int = 0, seqs: int = 25
     )  # fmt: skip
 
 
+def padding_of(request: LoadRequest, *, joins_experts: bool = True) -> Padding:
+    return Padding.of(request, joins_experts=joins_experts)
+
+
 @pytest.mark.parametrize(
     ("most", "sizes"),
     [
@@ -64,7 +68,7 @@ def test_a_step_is_padded_by_few_rows_or_not_at_all(most: int, rows: int) -> Non
 def test_all_ranks_of_a_plan_with_stages_or_helpers_pad_alike_and_cut_nothing(directories: dict[str, Path]) -> None:
     for shares in (HELPED, layers_on(0, 1, world_size=3)):
         requests = [request_of(directories["llama-biased"], shares, rank=rank) for rank in range(3)]
-        sizes, *others = [Padding.of(request).sizes for request in requests]
+        sizes, *others = [padding_of(request).sizes for request in requests]
         assert all(other == sizes for other in others)
         row_bytes = requests[0].config.hidden_size * 4
         for rows in sizes:
@@ -80,23 +84,36 @@ def test_where_host_cores_take_part_large_steps_have_no_graphs_and_idle_ones_do_
     beside = Shares(kv_heads=((5, 3),), mlp_columns=((25, 25),), vocab_rows=(200, 0))
     idle = Shares(kv_heads=((8, 0),), mlp_columns=((50, 0),), vocab_rows=(200, 0))
     request = request_of(llama, beside)
-    assert Padding.of(request).sizes[-1] == MAX_ROWS, "by itself a request is of a group of one kind"
-    assert Padding.of(replace(request, num_gpu_ranks=2)).sizes[-1] == MAX_ROWS
-    assert Padding.of(replace(request, num_gpu_ranks=1)).sizes[-1] == MAX_MIXED_ROWS
-    assert Padding.of(replace(request_of(llama, idle), num_gpu_ranks=1)).sizes[-1] == MAX_ROWS
+    assert padding_of(request).sizes[-1] == MAX_ROWS, "by itself a request is of a group of one kind"
+    assert padding_of(replace(request, num_gpu_ranks=2)).sizes[-1] == MAX_ROWS
+    assert padding_of(replace(request, num_gpu_ranks=1)).sizes[-1] == MAX_MIXED_ROWS
+    assert padding_of(replace(request_of(llama, idle), num_gpu_ranks=1)).sizes[-1] == MAX_ROWS
 
 
 def test_one_stage_without_helpers_has_all_sizes(directories: dict[str, Path]) -> None:
     alone = Shares(kv_heads=((8,),), mlp_columns=((50,),), vocab_rows=(200,))
-    padding = Padding.of(request_of(directories["llama-biased"], alone))
+    padding = padding_of(request_of(directories["llama-biased"], alone))
     assert str(padding) == "35 sizes up to 256"
 
 
 def test_there_are_none_where_they_are_turned_off_or_a_rank_that_sums_has_experts(directories: dict[str, Path]) -> None:
     llama, moe = directories["llama-biased"], directories["qwen3-moe-some-dense"]
-    assert str(Padding.of(request_of(llama, HELPED, eager=True))) == "off (enforceEager)"
+    assert str(padding_of(request_of(llama, HELPED, eager=True))) == "off (enforceEager)"
     both = Shares(kv_heads=((5, 3),), mlp_columns=((25, 25),), vocab_rows=(200, 0), experts=((0, 6),))
     for rank in (0, 1):
-        assert Padding.of(request_of(moe, both, rank=rank)).sizes == ()
-    assert Padding.of(request_of(moe, HELPED)).sizes
-    assert Padding.of(request_of(moe, HELPED, rank=1)).sizes == ()
+        assert padding_of(request_of(moe, both, rank=rank)).sizes == ()
+    assert padding_of(request_of(moe, HELPED)).sizes
+    assert padding_of(request_of(moe, HELPED, rank=1)).sizes == ()
+
+
+def test_the_experts_of_one_gpu_rank_are_recorded_if_its_kernels_compute_them_together(
+    directories: dict[str, Path],
+) -> None:
+    moe = directories["qwen3-moe-some-dense"]
+    alone = Shares(kv_heads=((8,),), mlp_columns=((50,),), vocab_rows=(200,), experts=((6,),))
+    assert padding_of(request_of(moe, alone)).sizes[-1] == MAX_ROWS
+    assert str(padding_of(request_of(moe, alone), joins_experts=False)).startswith("off (the host chooses")
+    beside = Shares(kv_heads=((8, 0),), mlp_columns=((25, 25),), vocab_rows=(200, 0), experts=((2, 4),))
+    assert padding_of(replace(request_of(moe, beside), num_gpu_ranks=1)).sizes
+    for gpu_ranks in (2, None):
+        assert padding_of(replace(request_of(moe, beside), num_gpu_ranks=gpu_ranks)).sizes == ()

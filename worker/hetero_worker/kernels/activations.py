@@ -23,15 +23,8 @@ _LIMIT: Final = tl.constexpr(SWIGLU_LIMIT)
 
 
 @triton.jit
-def _gated(  # type: ignore[no-untyped-def]
-    gate_up, out, row_stride, columns: tl.constexpr, activation: tl.constexpr, block: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * block + tl.arange(0, block)
-    inside = column < columns
-    place = gate_up + row * row_stride + column
-    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(place + columns, mask=inside, other=0.0).to(tl.float32)
+def opened(gate, up, activation: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return activation(gate) · up of float32."""
     sharpness = gate
     if activation == "clamped_swiglu":
         gate = tl.minimum(gate, _LIMIT)
@@ -42,7 +35,20 @@ def _gated(  # type: ignore[no-untyped-def]
         sharpness = _GELU_FACTOR * (gate + _GELU_CUBE * gate * gate * gate)
     decay = tl.exp(-tl.abs(sharpness))  # never more than 1
     opening = tl.where(sharpness >= 0, 1.0, decay) / (1.0 + decay)
-    tl.store(out + row * columns + column, gate * opening * up, mask=inside)
+    return gate * opening * up
+
+
+@triton.jit
+def _gated(  # type: ignore[no-untyped-def]
+    gate_up, out, row_stride, columns: tl.constexpr, activation: tl.constexpr, block: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < columns
+    place = gate_up + row * row_stride + column
+    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(place + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + column, opened(gate, up, activation), mask=inside)
 
 
 def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -26,10 +26,10 @@ LANES: Final = 16
 BLOCK: Final = 256
 """Terms of a sum that are added up before they are added to earlier ones."""
 _EXP_LIMIT: Final = 86.0
-_TO_TWOS: Final = float.fromhex("0x1.715476p0")
-_TWO_HIGH: Final = float.fromhex("0x1.62e4p-1")
-_TWO_LOW: Final = float.fromhex("0x1.7f7d1cp-20")
-_FACTORS: Final = (0.00139337332, 0.00836323538, 0.0416664642, 0.166665766, 0.5)
+TO_TWOS: Final = float.fromhex("0x1.715476p0")
+TWO_HIGH: Final = float.fromhex("0x1.62e4p-1")
+TWO_LOW: Final = float.fromhex("0x1.7f7d1cp-20")
+FACTORS: Final = (0.00139337332, 0.00836323538, 0.0416664642, 0.166665766, 0.5)
 """Of the polynomial, the highest power's first."""
 
 
@@ -67,11 +67,11 @@ def fixed_sums(terms: torch.Tensor) -> torch.Tensor:
 def fixed_exp(x: torch.Tensor) -> torch.Tensor:
     """Return e to the x, float32, for x of at most 86 from 0; larger ones count as 86. NaN stays NaN."""
     x = x.clamp(-_EXP_LIMIT, _EXP_LIMIT)
-    twos = (x * _TO_TWOS).round_()
-    rest = x - twos * _TWO_HIGH
-    rest -= twos * _TWO_LOW
-    power = torch.full_like(rest, _FACTORS[0])
-    for factor in _FACTORS[1:]:
+    twos = (x * TO_TWOS).round_()
+    rest = x - twos * TWO_HIGH
+    rest -= twos * TWO_LOW
+    power = torch.full_like(rest, FACTORS[0])
+    for factor in FACTORS[1:]:
         power = power * rest + factor
     power = power * (rest * rest) + rest + 1.0
     exponents = (twos.nan_to_num_().int() + 127) << 23
@@ -138,7 +138,7 @@ def best_first(scores: torch.Tensor, number: int) -> torch.Tensor:
 
 def of_best_groups(scores: torch.Tensor, routing: Routing) -> torch.Tensor:
     """Return scores [tokens, experts] with -∞ for experts of all but a token's best groups."""
-    by_group = scores.view(len(scores), routing.groups, -1)
+    by_group = scores.view(len(scores), routing.groups, scores.shape[1] // routing.groups)
     best = by_group.sort(dim=2, descending=True).values
     sums = best[:, :, 0] + best[:, :, 1] if best.shape[2] > 1 else best[:, :, 0]
     kept = best_first(sums, routing.kept_groups)

@@ -18,7 +18,9 @@ from hetero_worker.kernels.quantized_matmul import CHUNK, QuantizedTile, tile_su
 
 ADDRESSES: Final = tl.constexpr(4)
 """Of an expert in the table: values, scales, minima, bias; 0 where there is none."""
-_BLOCK: Final = 1024
+_BLOCK: Final = 256
+_SORTED_AT_ONCE: Final = 128
+"""Choices that one program sorts, by comparing each with each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,17 @@ class SortedChoices:
 
     @classmethod
     def of(cls, chosen: torch.Tensor, numbers: torch.Tensor) -> SortedChoices:
-        """Return the choices of int64 [tokens, choices], of experts `numbers` [experts + 1]: 0, 1, 2 and so on."""
+        """Return the choices of int64 [tokens, choices], of experts `numbers` [experts + 1]: 0, 1, 2 and so on.
+
+        A choice may be the number of experts: it is of none.
+        """
+        number, experts = chosen.numel(), len(numbers) - 1
+        if 0 < number <= _SORTED_AT_ONCE:
+            order = torch.empty(number, dtype=torch.int64, device=chosen.device)
+            bounds = torch.empty(experts + 1, dtype=torch.int32, device=chosen.device)
+            size, padded = max(16, triton.next_power_of_2(number)), triton.next_power_of_2(experts + 1)
+            _sort[(1,)](chosen, order, bounds, number, experts, size=size, padded_experts=padded)
+            return cls(order, bounds, chosen.shape[1])
         found, order = chosen.reshape(-1).sort(stable=True)
         return cls(order, torch.searchsorted(found, numbers, out_int32=True), chosen.shape[1])
 
@@ -57,6 +69,18 @@ class ExpertKind:
     is_float: bool
     has_minima: bool
     has_bias: bool
+
+
+@triton.jit(do_not_specialize=["number", "num_experts"])
+def _sort(chosen, order, bounds, number, num_experts, size: tl.constexpr, padded_experts: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sort `number` choices by expert, those of an expert in their order."""
+    at = tl.arange(0, size)
+    own = tl.load(chosen + at, mask=at < number, other=1 << 30).to(tl.int32)
+    is_before = (own[None, :] < own[:, None]) | ((own[None, :] == own[:, None]) & (at[None, :] < at[:, None]))
+    tl.store(order + tl.sum(is_before.to(tl.int32), axis=1), at.to(tl.int64), mask=at < number)
+    expert = tl.arange(0, padded_experts)
+    begin = tl.sum((own[None, :] < expert[:, None]).to(tl.int32), axis=1)
+    tl.store(bounds + expert, begin, mask=expert <= num_experts)
 
 
 @triton.jit(do_not_specialize=["rows", "out_features", "per_token", "num_experts"])
@@ -154,9 +178,9 @@ def _grouped(  # type: ignore[no-untyped-def]
             )
 
 
-@triton.jit(do_not_specialize=["width", "per_token"])
+@triton.jit(do_not_specialize=["width"])
 def _add_choices(  # type: ignore[no-untyped-def]
-    results, chosen, shares, table, total, width, per_token, adds: tl.constexpr, block: tl.constexpr
+    results, chosen, shares, table, total, width, per_token: tl.constexpr, adds: tl.constexpr, block: tl.constexpr
 ):
     """Add up a token's (program 0) results of experts that are in the table, for a block of columns (program 1)."""
     token = tl.program_id(0).to(tl.int64)
@@ -166,7 +190,7 @@ def _add_choices(  # type: ignore[no-untyped-def]
     sums = tl.zeros([block], tl.float32)
     if adds:
         sums += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    for number in range(per_token):
+    for number in tl.static_range(per_token):
         choice = token * per_token + number
         is_held = tl.load(table + tl.load(chosen + choice) * ADDRESSES) != 0
         found = tl.load(results + choice * width + column, mask=column < tl.where(is_held, width, 0), other=0.0)
@@ -245,7 +269,8 @@ def add_choices(
     tokens, width = total.shape
     if total.numel():
         _add_choices[(tokens, triton.cdiv(width, _BLOCK))](
-            *(results, chosen, shares, table, total, width, chosen.shape[1]),
+            *(results, chosen, shares, table, total, width),
+            per_token=chosen.shape[1],
             adds=adds,
             block=_BLOCK,
             enable_fp_fusion=True,

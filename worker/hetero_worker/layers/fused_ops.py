@@ -165,10 +165,14 @@ class FusedOps(Protocol):
         """Return cap · tanh(logits / cap) of float32 [rows, vocabulary rows]; `logits` may be overwritten."""
         ...
 
-    def route(self, hidden: torch.Tensor, router: RouterWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(
+        self, hidden: torch.Tensor, router: RouterWeights, slots: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose experts for rows of the residual stream [tokens, hidden] by the rule of `kernels.expert_choice`.
 
         Returns their numbers, best first, int64 [tokens, chosen], and their shares, float32 of the same shape.
+        `slots`, int64 [tokens]: the rows' places in the cache, on devices that pad steps: a row in slot 0 is padding,
+        and chooses the number of experts, which is no expert's.
         """
         ...
 
@@ -194,7 +198,12 @@ class TorchOps(ABC):
         """See `FusedOps.empty`."""
         return torch.empty(rows, width, dtype=dtype, device=device)
 
-    def route(self, hidden: torch.Tensor, router: RouterWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(
+        self,
+        hidden: torch.Tensor,
+        router: RouterWeights,
+        slots: torch.Tensor | None = None,  # noqa: ARG002 - these operators are not recorded, so nothing is padded
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `FusedOps.route`."""
         return choose(router_logits(hidden, router), router)
 

@@ -80,6 +80,8 @@ class ExpertMlp:
         make_router = make_router or partial(Router, ops=ops, by_share=bool(late))
         self._router = make_router(config.experts, self._prefix, config.hidden_size, norm)
         self._device = HOST
+        self.slots: torch.Tensor | None = None
+        """Of a device that pads steps: int64 [tokens], the pass's places in the cache. Padding, in 0, has no expert."""
         self._counts = torch.zeros(config.experts.number, dtype=torch.int64)
         self._joined: PackedExperts | None = None
         self.adapter_rows = AdapterRows()
@@ -183,6 +185,17 @@ class ExpertMlp:
         if self._joined is not None:
             self._joined.hold({number: expert.packed for number, expert in self._experts.items()})
 
+    @property
+    def is_joined(self) -> bool:
+        """Whether a kernel computes all experts together: then no step waits for what rows have chosen."""
+        return self._joined is not None
+
+    def _choices(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the chosen experts' numbers and shares, [tokens, chosen] each."""
+        # A step of which a rank gets slices is not padded.
+        slots = self.slots if self.slots is not None and len(self.slots) == len(hidden) else None
+        return self._router(hidden, slots)
+
     def take_counts(self) -> list[int]:
         """Return how many tokens chose each of the layer's experts since the last call; 0 for other ranks' experts."""
         counts: list[int] = self._counts.tolist()
@@ -208,7 +221,7 @@ class ExpertMlp:
         if self._adds_apart:
             raise ValueError("sums of experts that are normed do not come in two")
         normed = self._norm(hidden)
-        chosen, shares = self._router(hidden)
+        chosen, shares = self._choices(hidden)
         if self._joined is None:
             return self._one_by_one_in_two(normed, chosen, shares)
         total, late = self._joined.in_two(normed, chosen, shares, late=self._late)
@@ -240,12 +253,12 @@ class ExpertMlp:
         if self._adds_apart:
             return self._two_sums(normed, hidden)
         if self._joined is not None and self._numbers is not None:
-            return self._with_adapters(normed, *self._router(hidden), numbers=self._numbers)
+            return self._with_adapters(normed, *self._choices(hidden), numbers=self._numbers)
         if self._joined is None:
             total = torch.zeros_like(hidden) if self._shared is None else self._shared.of_normed(normed)
-            self._add_one_by_one(total, normed, *self._router(hidden), numbers=self._numbers)
+            self._add_one_by_one(total, normed, *self._choices(hidden), numbers=self._numbers)
             return total
-        total = self._joined(normed, *self._router(hidden))
+        total = self._joined(normed, *self._choices(hidden))
         if self._shared is not None and self._shape.has_shared_gate:
             self._ops.add(total, self._shared.of_normed(normed))
         return total
@@ -273,9 +286,9 @@ class ExpertMlp:
         """Return [tokens, 2 · hidden]: the partial sum of the expert of all tokens, then of the others."""
         of_all = None if self._shared is None else self._shared.apart(hidden)
         if self._joined is not None:
-            return self._ops.beside(of_all, self._joined(normed, *self._router(hidden)))
+            return self._ops.beside(of_all, self._joined(normed, *self._choices(hidden)))
         of_experts = torch.zeros_like(hidden)
-        self._add_one_by_one(of_experts, normed, *self._router(hidden))
+        self._add_one_by_one(of_experts, normed, *self._choices(hidden))
         return self._ops.beside(of_all, of_experts)
 
     def _add_one_by_one(
@@ -431,14 +444,14 @@ class Router:
         norm = self._norm.weight if own is None else (own.double() / math.sqrt(len(own))).float()
         self._loaded = RouterWeights(self._experts, weight, norm, self._norm.eps, **others, by_share=self._by_share)
 
-    def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, hidden: torch.Tensor, slots: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the chosen experts' numbers, best first, and their weights, [tokens, chosen] each.
 
-        Raises RuntimeError before weights are loaded.
+        `slots` as for `FusedOps.route`. Raises RuntimeError before weights are loaded.
         """
         if self._loaded is None:
             raise RuntimeError("a router was used before its weights were loaded")
-        return self._ops.route(hidden, self._loaded)
+        return self._ops.route(hidden, self._loaded, slots)
 
 
 MakeRouter = Callable[[ExpertsConfig, str, int, RmsNorm], Router]

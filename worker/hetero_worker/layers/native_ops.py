@@ -222,7 +222,12 @@ class NativeOps:
         """See `FusedOps.capped`."""
         return self._others.capped(logits, soft_cap)
 
-    def route(self, hidden: torch.Tensor, router: RouterWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(
+        self,
+        hidden: torch.Tensor,
+        router: RouterWeights,
+        slots: torch.Tensor | None = None,  # noqa: ARG002 - steps of host cores are not padded
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `FusedOps.route`."""
         (rows, width), shape, weight, norm = hidden.shape, router.experts, router.weight, router.norm
         chosen = self._op_queue.empty(rows, shape.per_token, dtype=torch.int64)

@@ -10,10 +10,10 @@ from hetero_worker.attention.delta_rule import DeltaInputs, DeltaWeights
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.attention.triton_delta import triton_delta_rule
 from hetero_worker.kernels import activations
-from hetero_worker.kernels.expert_choice import RouterWeights, choose
+from hetero_worker.kernels.expert_choice import RouterWeights
 from hetero_worker.kernels.norms import add_rms_norm, rms_norm
 from hetero_worker.kernels.rotary import CacheWrite, HeadNorms, rotate_and_write
-from hetero_worker.kernels.routing import router_logits
+from hetero_worker.kernels.routing import choose, router_logits
 from hetero_worker.layers.fused_ops import HeadWeights, PlainOps, RotatedHeads, kv_heads_of
 from hetero_worker.layers.invariant_ops import InvariantOps
 from hetero_worker.layers.rotary import Rotation
@@ -72,9 +72,11 @@ class TritonOps(PlainOps):
         """See `FusedOps.delta_rule`."""
         return triton_delta_rule(inputs, weights, cache, attention, by_token=False)
 
-    def route(self, hidden: torch.Tensor, router: RouterWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(
+        self, hidden: torch.Tensor, router: RouterWeights, slots: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `FusedOps.route`."""
-        return choose(router_logits(hidden, router), router)
+        return choose(router_logits(hidden, router), router, slots)
 
 
 class InvariantTritonOps(TritonOps):

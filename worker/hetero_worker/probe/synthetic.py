@@ -101,9 +101,9 @@ class EvenRouter(Router):
         self._own = own
         self._choices: dict[int, torch.Tensor] = {}
 
-    def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, hidden: torch.Tensor, slots: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Even choices, with a real router's weights."""
-        _, weights = super().__call__(hidden)
+        _, weights = super().__call__(hidden, slots)
         rows = len(hidden)
         if rows not in self._choices:
             self._choices[rows] = even_choices(self._shape, own=self._own, rows=rows).to(hidden.device)

@@ -72,8 +72,6 @@ def synchronous_because(request: LoadRequest) -> str:
         return "turned off"
     if request.shard_plan.world_size > 1:
         return "ranks of a group meet between steps"
-    if any(layer.experts.size for layer in request.shard_plan.ranks[request.rank].layers):
-        return "the host chooses which rows an expert computes"
     return ""
 
 

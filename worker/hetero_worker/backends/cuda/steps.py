@@ -8,7 +8,7 @@ from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.forward import EagerForward
 from hetero_worker.runners.graphs.device_inputs import DeviceInputs
 from hetero_worker.runners.graphs.graph_forward import GraphForward
-from hetero_worker.runners.graphs.padding import Padding
+from hetero_worker.runners.graphs.padding import HOST_CHOOSES, Padding, has_experts
 from hetero_worker.runners.plan_check import PlanBounds
 from hetero_worker.runners.running_step import synchronous_because
 from hetero_worker.runners.shard import graph_memory
@@ -18,8 +18,10 @@ from hetero_worker.runners.step_parts import StepParts
 class CudaSteps:
     """Implements StepMaker; see the module."""
 
-    def __init__(self, driver: CudaDriver) -> None:
+    def __init__(self, driver: CudaDriver, *, joins_experts: bool) -> None:
+        """`joins_experts`: the device's kernels compute a layer's experts together."""
         self._driver = driver
+        self._joins_experts = joins_experts
 
     def make(self, bounds: PlanBounds, request: LoadRequest) -> StepParts:
         """Make inputs and forward pass of a new cache."""
@@ -27,7 +29,7 @@ class CudaSteps:
         inputs = DeviceInputs(
             bounds, padding, device=driver.device, streams=driver.streams(), pins_memory=driver.pins_memory
         )
-        async_inputs = None if synchronous_because(request) else inputs
+        async_inputs = None if self._synchronous_because(request) else inputs
         if not padding.sizes:
             return StepParts(inputs, EagerForward(), async_inputs)
         reserved = graph_memory(request, padding.sizes)
@@ -36,7 +38,7 @@ class CudaSteps:
 
     def kernels(self, request: LoadRequest, exchange: Exchange | None) -> tuple[str, ...]:  # noqa: ARG002
         """Return the lines of Loaded.kernels about steps."""
-        problem = synchronous_because(request)
+        problem = self._synchronous_because(request)
         return (f"graphs={self._padding(request)}", f"steps={f'synchronous ({problem})' if problem else 'async'}")
 
     def graph_sizes(self, request: LoadRequest) -> tuple[int, ...]:
@@ -44,4 +46,11 @@ class CudaSteps:
         return self._padding(request).sizes
 
     def _padding(self, request: LoadRequest) -> Padding:
-        return Padding.of(request) if self._driver.records_graphs else Padding((), "the device records none")
+        if not self._driver.records_graphs:
+            return Padding((), "the device records none")
+        return Padding.of(request, joins_experts=self._joins_experts)
+
+    def _synchronous_because(self, request: LoadRequest) -> str:
+        if not self._joins_experts and has_experts(request):
+            return HOST_CHOOSES
+        return synchronous_because(request)

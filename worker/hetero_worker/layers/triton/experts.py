@@ -1,4 +1,7 @@
-"""PackedExperts of GPUs: a layer's experts in two grouped products, without a word from the host.
+"""PackedExperts of GPUs: a layer's experts in two kernels, without a word from the host.
+
+The kernels are grouped products (`kernels.grouped_matmul`), or for few rows and floats products row by row
+(`kernels.row_product`).
 
 Addresses of weights lie in a table on the device. It is written in place, so
 recorded steps find experts that were exchanged. Weights that slept lie elsewhere and have to be held again.
@@ -24,10 +27,15 @@ from hetero_worker.kernels.grouped_matmul import (
     grouped_linear,
 )
 from hetero_worker.kernels.quantized_matmul import constants_of
+from hetero_worker.kernels.row_product import add_experts
 from hetero_worker.layers.linear_kernels import LateSum, PackedExperts, PackedMlp, PackedWeight
 from hetero_worker.layers.triton.weights import DeviceWeight
 
 _ADDRESSES: Final = int(ADDRESSES.value)
+_FEW_CHOICES: Final = 32
+"""As many choices are mostly of different experts, so each may read its expert's weights by itself."""
+_ROW_BITS: Final = 16
+"""Of weights that have a kernel for single rows."""
 
 
 class DeviceExperts(PackedExperts):
@@ -49,7 +57,8 @@ class DeviceExperts(PackedExperts):
         self._batch_invariant = batch_invariant
         device, number = counts.device, experts.number
         self._numbers = torch.arange(number + 1, device=device)
-        self._tables = torch.zeros(2, number, _ADDRESSES, dtype=torch.int64, device=device)
+        self._tables = torch.zeros(2, number + 1, _ADDRESSES, dtype=torch.int64, device=device)
+        """The last of a row of experts is the one that padding chooses, which is never held."""
         self._kinds: tuple[ExpertKind, ExpertKind] | None = None
         self._held: Mapping[int, PackedMlp] = {}
 
@@ -83,6 +92,17 @@ class DeviceExperts(PackedExperts):
             raise RuntimeError("experts were computed before any were held")
         normed, chosen, shares = normed.contiguous(), chosen.contiguous(), shares.contiguous()
         total = torch.empty_like(normed) if shared is None else _product(shared, normed, self._activation)
+        first, second = self._kinds
+        if first.bits == _ROW_BITS and not self._batch_invariant and 0 < chosen.numel() <= _FEW_CHOICES:
+            add_experts(
+                *(normed, chosen, shares, self._tables, total),
+                width=second.inputs,
+                activation=self._activation,
+                counts=self._counts,
+                has_bias=(first.has_bias, second.has_bias),
+                adds=shared is not None,
+            )
+            return total
         at_once = max(1, CHOICES_AT_ONCE // chosen.shape[1])
         for begin in range(0, len(normed), at_once):
             rows = slice(begin, begin + at_once)

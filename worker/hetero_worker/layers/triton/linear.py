@@ -1,7 +1,8 @@
 """LinearKernels of GPUs: quantised weights stay as narrow as they are.
 
-Quantised weights are multiplied by our kernels (`kernels.quantized_matmul`), floats by torch, or by our own kernel
-where a row must have the same bits in any batch (`kernels.matmul`). Packed weights can be looked up, so an embedding
+Quantised weights are multiplied by our kernels (`kernels.quantized_matmul`), floats by torch, by our own kernel if
+there is one row (`kernels.row_product`), or by another where a row must have the same bits in any batch
+(`kernels.matmul`). Packed weights can be looked up, so an embedding
 needs no memory beside a tied output head.
 """
 
@@ -16,6 +17,7 @@ from hetero_api.model_parts import Activation, ExpertsConfig
 from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.kernels.matmul import linear
+from hetero_worker.kernels.row_product import row_product
 from hetero_worker.layers.linear_kernels import (
     HeadsByRow,
     PackedExperts,
@@ -35,7 +37,7 @@ _GROUP_UNIT: Final = 16
 class DeviceKernel(PlainKernel):
     """LinearKernel of one device, by torch and by our kernels for quantised weights."""
 
-    name = "torch, triton for quantised weights"
+    name = "torch, triton for one row and for quantised weights"
     embeds = True
     batch_invariant: bool = False
 
@@ -43,6 +45,10 @@ class DeviceKernel(PlainKernel):
         """`dtype`: of inputs and outputs."""
         self._device = device
         self._dtype = dtype
+
+    def pack(self, weight: torch.Tensor) -> PackedWeight:
+        """Return a product with the weight [out, in] as it is."""
+        return _FloatWeight(weight)
 
     def takes(self, weights: WeightFormat) -> bool:
         """Return True for formats whose groups have a multiple of 16 inputs."""
@@ -83,6 +89,22 @@ class TritonKernel(DeviceKernel):
     def pack_heads(self, weight: torch.Tensor) -> PackedHeads:
         """Return products with the weight [heads, out, in], by torch row by row: there is no kernel of ours."""
         return HeadsByRow(weight)
+
+
+class _FloatWeight(TorchWeight):
+    """Weight that one row is multiplied with by our kernel, if reading it takes longer than beginning."""
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
+        return self._by_row(x, bias, x.dtype) if self._is_ours(x) else super().__call__(x, bias)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self._by_row(x, None, torch.float32) if self._is_ours(x) else super().logits(x)
+
+    def _is_ours(self, x: torch.Tensor) -> bool:
+        return len(x) == 1 and x.dtype.itemsize == 2 and self._weight.is_contiguous()
+
+    def _by_row(self, x: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        return row_product(x.contiguous(), self._weight, bias, dtype=dtype)
 
 
 class _InvariantWeight(TorchWeight):

@@ -1,6 +1,6 @@
 """GraphForward: steps that only decode are replayed from graphs, one for each padded size; others go eagerly.
 
-So do steps with rows of adapters.
+So do steps with rows of adapters, and all steps of a rank some of whose layers compute experts one by one.
 
 The first step of a size goes eagerly, which prepares it: kernels are compiled, libraries take their workspaces. The
 second is recorded while it is made, and all further ones are replays. Which steps these are follows from the plans, so
@@ -53,6 +53,8 @@ class _Bound:
     decoder: Decoder
     attention: GraphAttention
     exchange: BreakingExchange
+    waits: bool
+    """Whether a pass waits for the device, which no graph can."""
     prepared: set[int] = field(default_factory=set)
     graphs: dict[int, RecordedPass[ForwardStates]] = field(default_factory=dict)
 
@@ -90,6 +92,8 @@ class GraphForward:
         if step.attention.prefills or step.adapters is not None or size not in self._sizes:
             return self._eager.run(decoder, batch, caches=caches, exchange=exchange)
         bound = self._bind(decoder, caches, exchange)
+        if bound.waits:
+            return self._eager.run(decoder, batch, caches=caches, exchange=exchange)
         self._step.begin(len(batch.draw_slots), size=size)
         with bound.attention.prepared(step.attention):
             return self._pass(bound, step, size)
@@ -166,4 +170,9 @@ class GraphForward:
         breaking = BreakingExchange(
             exchange, self._breaks, self._step, records_device_sums=self._backend.records_device_sums
         )
-        return _Bound(decoder, caches, exchange, decoder.attending(attention), attention, breaking)
+        one_by_one = [layer for layer, mlp in decoder.expert_mlps.items() if not mlp.is_joined]
+        if one_by_one:
+            logger.warning("steps are not recorded: experts of layers %s have weights of several kinds", one_by_one)
+        return _Bound(
+            decoder, caches, exchange, decoder.attending(attention), attention, breaking, waits=bool(one_by_one)
+        )

@@ -21,6 +21,7 @@ from hetero_worker.models.micro_batches import best_number
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.shard import DTYPES
 
+HOST_CHOOSES: Final = "the host chooses which rows an expert computes"
 LINK_BYTES: Final = 2 * 1024**2
 """No exchange's links hold less; see Exchange.link_bytes."""
 
@@ -33,15 +34,19 @@ class Padding:
     reason: str = ""
 
     @classmethod
-    def of(cls, request: LoadRequest) -> Padding:
-        """Return the padding of a GPU rank."""
+    def of(cls, request: LoadRequest, *, joins_experts: bool) -> Padding:
+        """Return the padding of a GPU rank; `joins_experts`: its kernels compute a layer's experts together."""
         if request.enforce_eager:
             return cls((), "enforceEager")
         if request.config.delta is not None:
             return cls((), "states of the gated delta rule are not padded")
-        ranks = request.shard_plan.ranks
-        if _has_experts(ranks[request.rank]) or any(_has_experts(rank) and _takes_part_in_sums(rank) for rank in ranks):
-            return cls((), "the host chooses which rows an expert computes")
+        if not joins_experts and has_experts(request):
+            return cls((), HOST_CHOOSES)
+        if has_experts(request) and (request.num_gpu_ranks or request.shard_plan.world_size) > 1:
+            return cls((), "the experts are not those of one GPU rank, and ranks do not know each other's kernels")
+        others = [rank for number, rank in enumerate(request.shard_plan.ranks) if number != request.rank]
+        if any(_has_experts(rank) and _takes_part_in_sums(rank) for rank in others):
+            return cls((), "a rank that sums with it has experts, and may pad no steps")
         limit = min(request.max_num_seqs, request.max_num_batched_tokens)
         most = MAX_MIXED_ROWS if request.num_host_ranks else MAX_ROWS
         sizes = tuple(size for size in graph_sizes(limit, most=most) if _is_uncut(size, request))
@@ -54,6 +59,11 @@ class Padding:
 
     def __str__(self) -> str:
         return f"{len(self.sizes)} sizes up to {self.sizes[-1]}" if self.sizes else f"off ({self.reason})"
+
+
+def has_experts(request: LoadRequest) -> bool:
+    """Return whether the rank has experts."""
+    return _has_experts(request.shard_plan.ranks[request.rank])
 
 
 def _has_experts(rank: RankShard) -> bool:
