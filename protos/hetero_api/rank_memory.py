@@ -11,13 +11,14 @@ the larger bound (`summed_workspace_bytes`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
 from hetero_api.kept_weights import FLOAT_BYTES, KeptWeights
 from hetero_api.model_config import ModelConfig
-from hetero_api.sharding import LayerShard, RankShard
+from hetero_api.sharding import RankShard
 
 RUNTIME_BYTES: Final = 384 * 1024**2
 """Bytes of a rank on host cores: interpreter, torch and its thread pools, gRPC. 240 MiB measured after import, plus
@@ -172,13 +173,13 @@ class ModelMemory:
         """Return the bytes to keep for one expert that is read while steps go on; 0 for a rank without experts."""
         return self.expert_weights if any(layer.experts.size for layer in shard.layers) else 0
 
-    def experts_weights(self, layer: LayerShard) -> int:
-        """Return the bytes of the experts that a rank holds of a layer, whole or in slices."""
-        experts, columns = self.config.experts, layer.expert_columns.size
+    def experts_weights(self, number: int, columns: int) -> int:
+        """Return the bytes of so many experts of a layer that a rank holds, of which it has `columns`; 0: all."""
+        experts = self.config.experts
         if experts is None or not columns:
-            return layer.experts.size * self.expert_weights
+            return number * self.expert_weights
         biases = (2 * columns + self.config.hidden_size) * self.element_bytes if experts.biased else 0
-        return layer.experts.size * (self.kept.expert_slice_bytes(columns, config=self.config) + biases)
+        return number * (self.kept.expert_slice_bytes(columns, config=self.config) + biases)
 
     @property
     def row_weights(self) -> int:
@@ -259,16 +260,26 @@ class ModelMemory:
         compressing = sum(not layer.is_empty for layer in layers) * self.kept.compressing_bytes(self.config)
         routers = sum(bool(layer.experts.size) for layer in layers) * self.router_weights
         gated = [layer for number, layer in enumerate(layers) if number in sparse and layer.mlp_columns.size]
-        attention = sum(self.attention_weights(i, layer.kv_heads.size) for i, layer in enumerate(layers))
+        # Placement asks for thousands of shards of many layers, few of which differ.
+        first: dict[tuple[bool, ...], int] = {}
+        heads = Counter((first.setdefault(self._heads_of(i), i), each.kv_heads.size) for i, each in enumerate(layers))
+        experts = Counter((each.experts.size, each.expert_columns.size) for each in layers)
+        attention = sum(count * self.attention_weights(*alike) for alike, count in heads.items())
         norms = sum(not layer.is_empty for layer in layers) * self.layer_weights - compressing
         return WeightParts(
             attention=attention + compressing,
             dense=(columns - shared) * self.column_weights,
             shared=shared * self.column_weights + len(gated) * self.shared_gate_weights,
-            experts=sum(map(self.experts_weights, layers)),
+            experts=sum(count * self.experts_weights(*alike) for alike, count in experts.items()),
             vocabulary=rows * self.row_weights + shard.embedding_rows.size * self.layer_inputs_row,
             other=self.common_weights + norms + routers + bool(shard.kv_heads_total) * self.layer_inputs_weights,
         )
+
+    def _heads_of(self, layer: int) -> tuple[bool, ...]:
+        """Return what `attention_weights` of a layer depends on."""
+        config, sliding = self.config, self.config.sliding
+        is_sliding = sliding is not None and layer in sliding.layers
+        return layer in config.delta_layers, is_sliding, layer < config.num_layers - config.num_kv_readers
 
     # --- the KV cache -----------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,26 @@ KIND = "HeteroInference"
 OPTIONS = Options(crds=[CRD])
 
 StartControlPlane = Callable[..., ControlPlane]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let processes that share the tests begin with those that take minutes, each with one of them and a short one.
+
+    A test that begins last and takes five minutes is five minutes in which the others are done. Of those with a mark,
+    some wait more than they compute: four that compute, at once, would keep API servers of two cores from answering.
+    """
+    if processes := getattr(config, "workerinput", {}).get("workercount", 0):
+        items.sort(key=lambda item: -_minutes(item))
+        longest, others = items[:processes], items[processes:]
+        between, shortest = others[:-processes], others[-processes:]
+        items[:] = [item for pair in zip_longest(longest, shortest) for item in pair if item is not None] + between
+
+
+def _minutes(item: pytest.Item) -> float:
+    """How long a test takes, as far as its mark `minutes` tells."""
+    mark = item.get_closest_marker("minutes")
+    return float(mark.args[0]) if mark else 0.0
 
 
 @pytest.fixture(scope="session")

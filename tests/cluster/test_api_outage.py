@@ -21,7 +21,7 @@ BACK_TO_WORK_S = 60.0
 @pytest.mark.parametrize(
     ("with_signal", "outage_s"),
     [
-        pytest.param(signal.SIGTERM, 180.0, id="three minutes, orderly"),
+        pytest.param(signal.SIGTERM, 180.0, id="three minutes, orderly", marks=pytest.mark.minutes(4)),
         pytest.param(signal.SIGKILL, 20.0, id="twenty seconds, cut off"),
     ],
 )

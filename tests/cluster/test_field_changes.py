@@ -65,6 +65,7 @@ def scene(start_control_plane: StartControlPlane) -> Iterator[Scene]:
 
 
 @pytest.mark.slow
+@pytest.mark.minutes(3)
 @pytest.mark.timeout(900)
 def test_a_change_of_a_field_does_what_it_must_and_no_more(scene: Scene) -> None:
     with scene.operator():

@@ -49,6 +49,7 @@ def is_write(call: ProxiedCall) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.minutes(1.3)
 @pytest.mark.timeout(600)
 def test_a_roll_out_survives_a_kill_after_each_of_its_writes(scene: Scene, groups: PlayedGroups) -> None:
     with scene.proxy() as proxy, scene.new_operator(through=proxy) as operator:

@@ -165,6 +165,7 @@ def ground(start_control_plane: StartControlPlane, tmp_path: Path) -> Iterator[G
         yield Ground(cluster, client, chart_roles(tmp_path / "helm"), tmp_path / "operators")
 
 
+@pytest.mark.minutes(5)
 @pytest.mark.timeout(900)
 def test_the_roles_are_enough_and_each_right_is_needed(ground: Ground) -> None:
     blinding = [right for right in ground.roles.rights if right.blinding]

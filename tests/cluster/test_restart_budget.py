@@ -100,6 +100,7 @@ def assert_tells_why(text: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.minutes(1)
 def test_pods_that_fail_for_ever_are_held_for_ever_longer(scene: Scene) -> None:
     scene.add_node()
     kubelet = RefusingKubelet(scene.client, scene.namespace)

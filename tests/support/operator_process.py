@@ -1,4 +1,5 @@
-"""The operator as a real process: `python -m hetero_operator` against any kubeconfig.
+"""The operator as a real process: `python -m hetero_operator` against any kubeconfig, forked from a process that has
+imported it, since tests start hundreds and each import takes a second.
 
     with OperatorProcess(kubeconfig, folder) as operator:
         operator.wait_leading()
@@ -12,14 +13,16 @@ What a failing test needs to know is in `log_tail()`, and every AssertionError r
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import runpy
 import signal
-import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -32,6 +35,22 @@ STOP_TIMEOUT_S = 20.0
 LOG_TAIL_BYTES = 8000
 _SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>[^}]*)\})? (?P<value>\S+)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+_WARM = multiprocessing.get_context("forkserver")
+_WARM.set_forkserver_preload(["hetero_operator.main", __name__])
+
+
+def _operate(environment: Mapping[str, str], log: Path) -> None:
+    """Be the operator, in a process of its own."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[1:] = []
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    runpy.run_module("hetero_operator", run_name="__main__", alter_sys=True)
 
 
 class OperatorProcess:
@@ -51,35 +70,30 @@ class OperatorProcess:
             **changes,
         }
         self._environment = {f"HETERO_OPERATOR_{name.upper()}": value for name, value in settings.items()}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: BaseProcess | None = None
 
     def start(self) -> None:
         """Start it, or start it again after it ended."""
         assert not self.running, "it runs already"
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("HETERO_OPERATOR_")}
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "hetero_operator"],
-                env={**inherited, **self._environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        environment = {**inherited, **self._environment}
+        self._process = _WARM.Process(target=_operate, args=(environment, self.log), daemon=True)
+        self._process.start()
 
     @property
     def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return self._process is not None and self._process.is_alive()
 
     @property
     def pid(self) -> int:
         assert self._process is not None, "it was never started"
+        assert self._process.pid is not None
         return self._process.pid
 
     @property
     def exit_status(self) -> int | None:
         """None while it runs; negative for a signal."""
-        return None if self._process is None else self._process.poll()
+        return None if self._process is None else self._process.exitcode
 
     def stop(self) -> int:
         """SIGTERM; its exit status. Fails when it does not end in time."""
@@ -170,14 +184,14 @@ class OperatorProcess:
     def _end(self, with_signal: signal.Signals) -> int:
         process = self._process
         assert process is not None, "it was never started"
-        if process.poll() is None:
-            process.send_signal(with_signal)
-        try:
-            return process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        if self.running:
+            os.kill(self.pid, with_signal)
+        process.join(STOP_TIMEOUT_S)
+        if process.exitcode is None:
             process.kill()
-            process.wait()
-            raise AssertionError(f"did not end after {with_signal.name}\n{self.log_tail()}") from None
+            process.join()
+            raise AssertionError(f"did not end after {with_signal.name}\n{self.log_tail()}")
+        return process.exitcode
 
     def _fetch(self, port: int, path: str) -> str | None:
         try:

@@ -29,8 +29,8 @@ TEMPLATES: Final = "resource.k8s.io/v1/ResourceClaimTemplate"
 NODE: Final = "node-of-tours"
 """Whoever makes tours makes it, and makes it Ready."""
 LOST_NODE: Final = "node-that-is-gone"
-POLL_S: Final = 0.25
-"""Many tours look at the same time."""
+POLL_S: Final = 0.75
+"""Many tours look at the same time: four times a second they keep a core busy with nothing else."""
 LONGEST_S: Final = 240.0
 SLACK: Final = 1.6
 GRACE_S: Final = 5.0

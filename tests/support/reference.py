@@ -34,6 +34,7 @@ class Reference:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self._found: dict[tuple[object, ...], list[Disagreement]] = {}
 
     @classmethod
     def from_directory(cls, directory: Path) -> Reference:
@@ -53,7 +54,16 @@ class Reference:
     def disagreements(
         self, prompt: Sequence[int], completion: Sequence[int], *, tie: float = TIE_FP32
     ) -> list[Disagreement]:
-        """Positions of the completion that greedy decoding of the reference would not have chosen."""
+        """Positions of the completion that greedy decoding of the reference would not have chosen.
+
+        Other groups mostly give the very same completion, which is judged once.
+        """
+        asked = (*prompt, -1, *completion, tie)
+        if asked not in self._found:
+            self._found[asked] = self._disagreements(prompt, completion, tie)
+        return self._found[asked]
+
+    def _disagreements(self, prompt: Sequence[int], completion: Sequence[int], tie: float) -> list[Disagreement]:
         logits = self.logits([*prompt, *completion[:-1]])[len(prompt) - 1 :]
         chosen = logits.gather(1, torch.tensor(list(completion))[:, None])[:, 0]
         best, preferred = logits.max(dim=1)

@@ -4,6 +4,7 @@ row's bits, which depend on its sequence and position alone."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -52,6 +53,11 @@ def sinks_of(heads: int) -> torch.Tensor:
     return torch.linspace(-4, 9, heads)
 
 
+@cache
+def rule_with_sinks(heads: int, window: int | None) -> AttentionRule:
+    return AttentionRule(0.2, window=window, sinks=sinks_of(heads))
+
+
 def case_of(
     shape: tuple[int, int, int, int],
     *,
@@ -79,6 +85,20 @@ def case_of(
     return case
 
 
+@cache
+def shared_case(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, cache_dtype: torch.dtype | None = None
+) -> PagedCase:
+    """The same case for all instruction sets, which only read it."""
+    return case_of(shape, dtype=dtype, cache_dtype=cache_dtype)
+
+
+@cache
+def expected_of(case: PagedCase, rule: AttentionRule) -> torch.Tensor:
+    """What every instruction set has to give of a shared case: computing it takes longer than attention does."""
+    return case.expected(rule)
+
+
 def attended(
     op_queue: OpQueue,
     case: PagedCase,
@@ -101,10 +121,10 @@ def test_it_is_attention_by_the_definition(
     rule: AttentionRule,
     dtype: torch.dtype,
 ) -> None:
-    case = case_of(shape, dtype=dtype)
+    case = shared_case(shape, dtype)
     by_team = [attended(op_queue, case, rule) for op_queue in op_queues.values()]
     assert by_team[0].dtype == dtype
-    torch.testing.assert_close(by_team[0].double(), case.expected(rule), rtol=TYPES[dtype], atol=1e-5)
+    torch.testing.assert_close(by_team[0].double(), expected_of(case, rule), rtol=TYPES[dtype], atol=1e-5)
     assert all(torch.equal(out, by_team[0]) for out in by_team)
 
 
@@ -117,10 +137,10 @@ def test_a_cache_of_another_type_is_read_as_it_is(
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
 ) -> None:
-    case, rule = case_of(shape, dtype=dtype, cache_dtype=cache_dtype), RULES["a window, capped"]
+    case, rule = shared_case(shape, dtype, cache_dtype), RULES["a window, capped"]
     by_team = [attended(op_queue, case, rule) for op_queue in op_queues.values()]
     assert by_team[0].dtype == dtype
-    torch.testing.assert_close(by_team[0].double(), case.expected(rule), rtol=TYPES[dtype], atol=1e-5)
+    torch.testing.assert_close(by_team[0].double(), expected_of(case, rule), rtol=TYPES[dtype], atol=1e-5)
     assert all(torch.equal(out, by_team[0]) for out in by_team)
 
 
@@ -134,10 +154,10 @@ def test_sinks_take_their_part_of_the_weights(
     window: int | None,
     dtype: torch.dtype,
 ) -> None:
-    case = case_of(shape, dtype=dtype)
-    rule = AttentionRule(0.2, window=window, sinks=sinks_of(shape[1] * shape[2]))
+    case = shared_case(shape, dtype)
+    rule = rule_with_sinks(shape[1] * shape[2], window)
     by_team = [attended(op_queue, case, rule) for op_queue in op_queues.values()]
-    torch.testing.assert_close(by_team[0].double(), case.expected(rule), rtol=TYPES[dtype], atol=1e-5)
+    torch.testing.assert_close(by_team[0].double(), expected_of(case, rule), rtol=TYPES[dtype], atol=1e-5)
     assert all(torch.equal(out, by_team[0]) for out in by_team)
 
 

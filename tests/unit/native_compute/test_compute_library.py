@@ -61,8 +61,11 @@ def test_a_file_that_is_no_library_is_a_reason(tmp_path: Path) -> None:
 
 
 def test_a_stale_library_is_refused(tmp_path: Path) -> None:
-    sources = copied_sources(tmp_path, was="return HC_SOURCE;", becomes="return  HC_SOURCE;")
-    loaded = load_compute(build_compute(tmp_path / COMPUTE_LIBRARY.name, folder=sources, flags=("-O0",)))
+    built, digest = COMPUTE_LIBRARY.read_bytes(), source_digest(compute_sources()).encode()
+    assert built.count(digest) == 1
+    stale = tmp_path / COMPUTE_LIBRARY.name
+    stale.write_bytes(built.replace(digest, digest[::-1]))
+    loaded = load_compute(stale)
     assert loaded.library is None
     assert "built from sources" in loaded.reason
     assert "make native" in loaded.reason

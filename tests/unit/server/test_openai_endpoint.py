@@ -63,7 +63,9 @@ async def test_a_chat_is_rendered_by_the_models_template(client: Any) -> None:
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]},
     ]
-    answer = await client.chat.completions.create(model=NAME, messages=messages, max_completion_tokens=3)
+    answer = await client.chat.completions.create(
+        model=NAME, messages=messages, max_completion_tokens=3, extra_body={"ignore_eos": True}
+    )
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len("[system]be brief[user]hello[assistant]")
     assert answer.choices[0].message.role == "assistant"
@@ -89,7 +91,7 @@ async def test_a_streamed_chat_opens_tells_its_text_its_end_and_its_usage(client
 async def test_usage_comes_with_every_chunk_when_asked_for(client: Any) -> None:
     stream = await client.completions.create(
         model=NAME, prompt="hello", max_tokens=4, stream=True,
-        stream_options={"include_usage": True, "continuous_usage_stats": True},
+        stream_options={"include_usage": True, "continuous_usage_stats": True}, extra_body={"ignore_eos": True},
     )  # fmt: skip
     counts = [chunk.usage.completion_tokens async for chunk in stream if chunk.usage is not None]
     assert counts == sorted(counts)

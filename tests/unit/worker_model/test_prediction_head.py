@@ -29,6 +29,7 @@ from tests.support.rank_group import LogitsRecorder, PlanBuilder, RankGroup, Sha
 from tests.support.tape import TapeBackend
 from tests.support.tiny_checkpoints import VOCAB_SIZE, edit_config
 from tests.unit.worker_model.test_proposals import (
+    MANY,
     ONE,
     THREE,
     TWO,
@@ -192,8 +193,8 @@ def test_what_came_while_nothing_was_drafted_is_read_without_states(random_head:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("temperature", [0.0, 0.6], ids=["greedy", "seeded"])
-def test_two_hundred_prompts(saved: Mapping[str, Path], model: str, layout: str, temperature: float) -> None:
-    assert_fewer_steps(200, saved[model], layout, temperature)
+def test_many_prompts(saved: Mapping[str, Path], model: str, layout: str, temperature: float) -> None:
+    assert_fewer_steps(MANY, saved[model], layout, temperature)
 
 
 @pytest.mark.parametrize("layout", ["one", "two", "stages", "GPU and CPU"])

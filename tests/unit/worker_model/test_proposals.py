@@ -32,6 +32,7 @@ from hetero_worker.runners.slots import SlotCounts, SlotTable
 from hetero_worker.sampling.request import SequenceSampling
 from tests.support.async_serving import BLOCK_SIZE, MAX_TOKENS, Asked, AsyncRank, random_requests
 from tests.support.draft_models import without_layers
+from tests.support.examples import examples
 from tests.support.rank_group import GREEDY, PlanBuilder, RankGroup, Shares
 from tests.support.tape import TapeBackend
 from tests.support.tiny_checkpoints import VOCAB_SIZE, save_tiny
@@ -154,13 +155,17 @@ def test_tokens_are_those_without_proposals(qwen3: Path, layout: str) -> None:
     assert proposing.step_id < plain.step_id
 
 
+MANY = examples(60)
+"""Prompts on each layout; 3,000 with the profile `nightly`."""
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("temperature", [0.0, 0.6], ids=["greedy", "seeded"])
-def test_two_hundred_prompts_with_n_grams(qwen3: Path, layout: str, temperature: float) -> None:
+def test_many_prompts_with_n_grams(qwen3: Path, layout: str, temperature: float) -> None:
     """Prompts that repeat themselves, and a small model that does so too."""
     shares, options = LAYOUTS[layout]
     group = RankGroup(qwen3, shares, keeps_logits=False, **options)
-    asked = [repeating(number, temperature=temperature) for number in range(200)]
+    asked = [repeating(number, temperature=temperature) for number in range(MANY)]
     expected, _ = serve(group, asked)
     told, proposing = serve(group, asked, Speculator(SpeculationConfig(max_tokens=6)))
     assert told == expected
@@ -185,8 +190,8 @@ DRAFTING = SpeculationConfig(max_tokens=5, drafts=True)
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("temperature", [0.0, 0.6], ids=["greedy", "seeded"])
-def test_two_hundred_prompts_with_a_draft_model(qwen3: Path, smaller: Path, layout: str, temperature: float) -> None:
-    prompts_with_drafts(200, qwen3, LAYOUTS[layout], temperature, draft=smaller)
+def test_many_prompts_with_a_draft_model(qwen3: Path, smaller: Path, layout: str, temperature: float) -> None:
+    prompts_with_drafts(MANY, qwen3, LAYOUTS[layout], temperature, draft=smaller)
 
 
 @pytest.mark.parametrize("layout", ["one", "two", "GPU and CPU"])

@@ -116,7 +116,7 @@ def test_a_slice_of_an_expert_takes_no_more_than_the_ranks_arithmetic_says(
     config, kernel = _config(quantization, experts=EXPERTS), NarrowKernel()
     part = Expert(config, EXPERTS, "model.layers.0.mlp", 0, columns=columns)
     part.load(Bfloat16Weights(), dtype=torch.float32, kernel=kernel)
-    counted = _memory(config).experts_weights(LayerShard(NO_UNITS, NO_UNITS, UnitRange(2, 3), columns))
+    counted = _memory(config).experts_weights(1, columns.size)
     assert part.weight_bytes(torch.float32, kernel) == kernel.num_bytes <= counted
     assert counted <= _memory(config).expert_weights
 
