@@ -218,4 +218,4 @@ def add_experts(
 
 
 def _depth(in_features: int) -> int:
-    return max(16, min(_DEPTH, triton.next_power_of_2(in_features)))
+    return max(16, min(_DEPTH, int(triton.next_power_of_2(in_features))))
