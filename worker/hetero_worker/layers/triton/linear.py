@@ -2,8 +2,7 @@
 
 Quantised weights are multiplied by our kernels (`kernels.quantized_matmul`), floats by torch, by our own kernel if
 there is one row (`kernels.row_product`), or by another where a row must have the same bits in any batch
-(`kernels.matmul`). Packed weights can be looked up, so an embedding
-needs no memory beside a tied output head.
+(`kernels.matmul`). Packed weights can be looked up, so an embedding needs no memory beside a tied output head.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class TritonKernel(DeviceKernel):
 
 
 class _FloatWeight(TorchWeight):
-    """Weight that one row is multiplied with by our kernel, if reading it takes longer than beginning."""
+    """Weight [out, in] of floats; our kernel multiplies one row of 16-bit floats with it, torch the others."""
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
         return self._by_row(x, bias, x.dtype) if self._is_ours(x) else super().__call__(x, bias)
