@@ -81,7 +81,7 @@ class ExpertMlp:
         self._router = make_router(config.experts, self._prefix, config.hidden_size, norm)
         self._device = HOST
         self.slots: torch.Tensor | None = None
-        """Of a device that pads steps: int64 [tokens], the pass's places in the cache. Padding, in 0, has no expert."""
+        """int64 [tokens]: the pass's places in the cache. On devices that pad steps, a row in place 0 has no expert."""
         self._counts = torch.zeros(config.experts.number, dtype=torch.int64)
         self._joined: PackedExperts | None = None
         self.adapter_rows = AdapterRows()

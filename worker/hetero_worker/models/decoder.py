@@ -137,7 +137,7 @@ class Decoder:
             self._layer_inputs = LayerInputs(config, ops)
         if shard.head_rows.size:
             self._head = OutputHead(config, shard.head_rows, embedding_rows=shard.embedding_rows, ops=ops)
-        self._padded_experts = {} if device == HOST else self.expert_mlps
+        self._routed = self.expert_mlps
 
     def weight_bytes(self, kernel: LinearKernel) -> int:
         """Return the most bytes that the loaded weights take, rotary tables included."""
@@ -386,8 +386,8 @@ class Decoder:
         own = None if inputs is None else inputs[batch.begin : batch.end]
         for i in self._computed(stage):
             cache = caches[self._kv_layers[i]]
-            if i in self._padded_experts:
-                self._padded_experts[i].slots = batch.attention.slot_mapping
+            if i in self._routed:
+                self._routed[i].slots = batch.attention.slot_mapping
             self._layers[i](
                 stream, rotations[i], attention=attention, cache=cache, exchange=peers, lending=lending, inputs=own
             )
