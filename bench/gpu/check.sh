@@ -2,11 +2,11 @@
 # All that a GPU is needed to see, in two stages of at most 9 minutes each, so that a machine that is lent for minutes
 # shows something in any case. From a clone's root, with the Python that has a CUDA build of torch:
 #
-#     sh bench/gpu/check.sh tests                          # tests/gpu, the cheap and telling ones first
+#     sh bench/gpu/check.sh tests                          # tests/gpu, and the kernels' unit tests, compiled
 #     sh bench/gpu/check.sh bench [options of bench.gpu]   # figures against the roofline
 #
-# Results go to $OUT where that is set (ranks.xml, kernels.xml, memory.xml, gpu-DATE.json), else to bench/results. A stage that runs out of time
-# is interrupted as by Ctrl-C, and tells what it has. Exit status 0: all tests passed, or every target was met.
+# Results go to $OUT where that is set (ranks.xml, kernels.xml, memory.xml, gpu-DATE.json), else to bench/results. A stage
+# that runs out of time is interrupted as by Ctrl-C, and tells what it has. Exit status 0: all tests passed, or every target was met.
 set -u
 stage=${1:-}
 case $stage in tests|bench) shift ;; *) sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2 ;; esac
@@ -54,16 +54,18 @@ test_files() {
 if [ "$stage" = tests ]; then
     mkdir -p "$results"
     export OMP_NUM_THREADS=1
-    kernels=$(ls tests/unit/kernels/test_*matmul.py)
+    cores=$(nproc)
+    processes=$((cores < 10 ? cores : 10))
+    kernels="$(ls tests/unit/kernels/test_*matmul.py) tests/unit/kernels/test_routing.py"
     kernels="$kernels tests/unit/kernels/test_fused.py tests/unit/kernels/test_paged_attention.py"
     kernels="$kernels tests/unit/kernels/test_sampling_kernels.py tests/unit/kernels/test_delta_kernels.py"
     alone="tests/gpu/test_memory_kept.py tests/gpu/test_sleep.py"
     together=$(ls tests/gpu/test_*.py | grep -v -e memory_kept -e sleep.py)
     # Kernels and ranks side by side, in many processes; tests of the device's memory after them, alone.
     most=$(((left - 20) * 3 / 4))
-    test_files kernels $most -n 8 -p tests.support.kernels_on_gpu $kernels \
+    test_files kernels $most -n $processes -p tests.support.kernels_on_gpu $kernels \
         --deselect tests/unit/kernels/test_sampling_kernels.py::test_tokens_are_the_hosts_on_every_layout > "$results/kernels.log" 2>&1 &
-    test_files ranks $most -n 10 $together
+    test_files ranks $most -n $processes $together
     status=$?
     wait $!
     of_kernels=$?

@@ -145,7 +145,7 @@ def beside() -> Iterator[tuple[object, ...]]:
     for kernel, given in (
         (quantized_matmul._add_parts, {"has_bias": True, "block": 1024}),
         (quantized_matmul._look_up, {**constants, "block": 256}),
-        (grouped_matmul._add_choices, {"adds": True, "block": 1024}),
+        (grouped_matmul._add_choices, {"per_token": 8, "adds": True, "block": 256}),
     ):
         made = compiled(kernel, "*bf16", given, 90)
         yield kernel.__name__, 90, "awq", 0, made.metadata.shared, *usage(made)

@@ -20,7 +20,8 @@ FLAGS = ("-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined"
 SHAPES = Path(__file__).with_name("test_random_shapes.py")
 A_ROW_TOO_MANY = """
 from tests.support.native_compute import add_of, op_queue_of, randn
-op_queue_of(1).team.run_one(add_of(randn(3, 64), randn(2, 64)))
+sums, addends = randn(3, 64), randn(2, 64)  # an operation has addresses, and keeps no tensor
+op_queue_of(1).team.run_one(add_of(sums, addends))
 """
 
 
