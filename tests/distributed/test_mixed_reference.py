@@ -1,4 +1,4 @@
-"""What tests/gpu/test_reference.py asks of a GPU rank, asked of a pseudo GPU: that the question itself is right."""
+"""What tests/gpu asks of a GPU rank, asked of a pseudo GPU: that the question itself is right."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.families import TOLERANCE, float32_difference
 from tests.support.mixed_reference import LAYOUTS, check, save_checkpoint
 
 pytestmark = pytest.mark.distributed
@@ -22,3 +23,8 @@ pytestmark = pytest.mark.distributed
 )
 def test_logits_are_the_references(tmp_path: Path, variant: str, layout: str, dtype: str) -> None:
     check(save_checkpoint(variant, tmp_path / "model"), LAYOUTS[layout], dtype=dtype, pseudo=True)
+
+
+def test_a_family_with_experts_draws_what_torchs_operators_draw(tmp_path: Path) -> None:
+    beside = "2 CPU ranks with experts"
+    assert float32_difference("deepseek-v3", tmp_path, beside, "none", pseudo=True) <= TOLERANCE

@@ -39,5 +39,5 @@ def test_so_they_are_with_quantised_weights(tmp_path: Path, family: str, weights
 @pytest.mark.parametrize("weights", ["none", "int4"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_as_near_as_torchs(tmp_path: Path, family: str, weights: str, eager: bool) -> None:
-    ours, torchs = bfloat16_differences(family, tmp_path, weights, pseudo=False, eager=eager)
+    ours, torchs = bfloat16_differences(family, tmp_path, weights, eager=eager)
     assert ours <= ALLOWED * torchs

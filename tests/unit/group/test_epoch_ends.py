@@ -12,6 +12,7 @@ import pytest
 from hetero_api.group_state import GroupState
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.errors import EngineUnavailable
+from hetero_gateway.engine.stream import RequestStream
 from hetero_gateway.group import recovery, rendezvous
 from hetero_gateway.group.roster import Closing, LinkEnd
 from hetero_gateway.group.settings import GroupSettings
@@ -29,6 +30,15 @@ from tests.unit.group.group_setup import (
 )
 
 pytestmark = pytest.mark.unit
+
+
+async def held_up(bench: GroupBench, rank: ScriptedRank) -> RequestStream:
+    """A request whose first step the rank has, and does not answer."""
+    rank.holds_steps = True
+    stream = bench.core.submit(generation("r", range(3)))
+    await wait_until(lambda: len(rank.plans) > WARM_UP_PLANS)
+    return stream
+
 
 PHASES = ("form_group", "load_model", "allocate_cache")
 ENDINGS: dict[str, tuple[Callable[[ScriptedRank], None], str]] = {
@@ -217,9 +227,7 @@ async def test_a_request_that_waits_too_long_for_a_group_ends_unavailable() -> N
     bench = GroupBench(engine=engine_config(pause_limit_s=0.05))
     async with bench:
         zero, one = await bench.ready()
-        zero.holds_steps = True
-        stream = bench.core.submit(generation("r", range(3)))
-        await wait_until(lambda: len(zero.plans) > WARM_UP_PLANS)
+        stream = await held_up(bench, zero)
         one.lose()
         with pytest.raises(EngineUnavailable, match=r"rank 1 \(pod-1\): its stream ended"):
             await collect(stream)
@@ -247,9 +255,7 @@ async def test_a_permanent_failure_ends_every_request_and_refuses_new_ones() -> 
 async def test_a_rank_lost_while_draining_ends_requests_for_there_is_no_other_epoch() -> None:
     async with GroupBench() as bench:
         zero, one = await bench.ready()
-        zero.holds_steps = True
-        stream = bench.core.submit(generation("r", range(3)))
-        await wait_until(lambda: len(zero.plans) > WARM_UP_PLANS)
+        stream = await held_up(bench, zero)
         bench.group.drain()
         one.lose()
         with pytest.raises(EngineUnavailable, match="its stream ended"):
@@ -259,9 +265,7 @@ async def test_a_rank_lost_while_draining_ends_requests_for_there_is_no_other_ep
 async def test_draining_between_two_epochs_ends_the_requests_that_wait_for_the_next() -> None:
     async with GroupBench() as bench:
         zero, one = await bench.ready()
-        zero.holds_steps = True
-        stream = bench.core.submit(generation("r", range(3)))
-        await wait_until(lambda: len(zero.plans) > WARM_UP_PLANS)
+        stream = await held_up(bench, zero)
         one.lose()
         await bench.until(GroupState.ABORTED)
         bench.group.drain()
@@ -292,9 +296,7 @@ async def test_a_rank_that_leaves_a_busy_group_goes_soon_and_requests_go_on_with
     monkeypatch.setattr(rendezvous, "DRAIN_NOTICE_S", 0.05)
     async with GroupBench() as bench:
         zero, one = await bench.ready()
-        zero.holds_steps = True
-        stream = bench.core.submit(generation("r", range(3)))
-        await wait_until(lambda: len(zero.plans) > WARM_UP_PLANS)
+        stream = await held_up(bench, zero)
         leaves(one)
         await bench.until(GroupState.ABORTED)
         zero.holds_steps = False
@@ -309,9 +311,7 @@ async def test_a_rank_that_leaves_with_its_gateway_stays_until_the_last_stream_h
     monkeypatch.setattr(rendezvous, "DRAIN_NOTICE_S", 0.05)
     async with GroupBench() as bench:
         zero, one = await bench.ready()
-        zero.holds_steps = True
-        stream = bench.core.submit(generation("r", range(3)))
-        await wait_until(lambda: len(zero.plans) > WARM_UP_PLANS)
+        stream = await held_up(bench, zero)
         if drains == "before":
             bench.group.drain()
         leaves(one)
