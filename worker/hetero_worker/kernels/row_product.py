@@ -21,7 +21,7 @@ from hetero_worker.kernels.activations import opened
 from hetero_worker.kernels.grouped_matmul import ADDRESSES
 
 _COLUMNS: Final = 2
-"""Rows of W of a program. Of tiles on an H200 the best, or within 3 % of it, at nine shapes of 11 (`bench/NOTES.md`)."""
+"""Rows of W of a program: of tiles on an H200 within 3 % of the best at nine shapes of 11 (`bench/NOTES.md`)."""
 _DEPTH: Final = 2048
 """Elements of a row that a program reads at a time, at most."""
 _WARPS: Final = 4
