@@ -32,7 +32,7 @@ from tests.unit.group.group_setup import (
 pytestmark = pytest.mark.unit
 
 
-async def held_up(bench: GroupBench, rank: ScriptedRank) -> RequestStream:
+async def held_up(bench: GroupBench, rank: ObedientRank) -> RequestStream:
     """A request whose first step the rank has, and does not answer."""
     rank.holds_steps = True
     stream = bench.core.submit(generation("r", range(3)))
