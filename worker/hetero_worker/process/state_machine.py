@@ -409,8 +409,9 @@ class WorkerStateMachine:
     def _allocate(self, arrival: Arrival) -> None:
         order = arrival.message.allocate_cache
         kv_bytes = self._runner.allocate(order.num_blocks, order.block_size, order.num_snapshots)
+        allocated = ranks_pb2.Allocated(kv_bytes=kv_bytes, streaming_problem=self._runner.share_experts())
         self._enter(RankState.SERVING)
-        self._send(ranks_pb2.RankMessage(allocated=ranks_pb2.Allocated(kv_bytes=kv_bytes)))
+        self._send(ranks_pb2.RankMessage(allocated=allocated))
 
 
 def _read_files(directory: Path) -> tuple[Mapping[str, bytes], ModelError | None]:

@@ -13,7 +13,7 @@ plan's order: micro-batches are cut in this order, and a row attends to keys of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -275,7 +275,10 @@ class InputBuffers:
         self._map_slots(row, slots)
         decode = self._views_of(count).rows
         has_adapters = self._take_adapters(plan, slots, count)
-        decoder_input = self._decoder_input(row, num_logits, decode, tuple(spans), has_adapters=has_adapters)
+        decoder_input = replace(
+            self._decoder_input(row, num_logits, decode, tuple(spans), has_adapters=has_adapters),
+            streams_experts=plan.streams_experts,
+        )
         draw_slots = self._draw_slots.fill(_decoding_slots(plan), *drawing)
         return InputBatch(decoder_input, draw_slots, tuple(prompts), tuple(pooled), tuple(told))
 

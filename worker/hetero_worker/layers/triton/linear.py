@@ -23,11 +23,13 @@ from hetero_worker.layers.linear_kernels import (
     PackedHeads,
     PackedMlp,
     PackedWeight,
+    PanelExperts,
     PlainKernel,
     TorchWeight,
 )
-from hetero_worker.layers.triton.experts import DeviceExperts, kinds_of
+from hetero_worker.layers.triton.experts import DeviceExperts, DevicePanelExperts, kinds_of
 from hetero_worker.layers.triton.weights import DeviceWeight, packed_on
+from hetero_worker.memory.panels import PanelLayer
 
 _GROUP_UNIT: Final = 16
 """Inputs; groups are multiples of it."""
@@ -73,6 +75,12 @@ class DeviceKernel(PlainKernel):
         if kinds_of(loaded) is None:
             return None
         return DeviceExperts(experts, activation, shared=shared, counts=counts, batch_invariant=self.batch_invariant)
+
+    def panel_experts(
+        self, experts: ExpertsConfig, activation: Activation, layer: PanelLayer, buffer: torch.Tensor
+    ) -> PanelExperts:
+        """See `LinearKernel.panel_experts`."""
+        return DevicePanelExperts(layer, buffer, activation, num_experts=experts.number)
 
 
 class TritonKernel(DeviceKernel):

@@ -83,4 +83,5 @@ class DeviceInputs:
             attention=replace(step.attention, slot_mapping=slot_mapping),
             logit_rows=logit_rows[0] if logit_rows else None,
             adapters=step.adapters,
+            streams_experts=step.streams_experts,
         )
