@@ -78,6 +78,8 @@ class Option:
     """Comparison with other layouts of its experts, and what is streamed, for a person."""
     streaming: Streaming | None = None
     """What is streamed; None: nothing."""
+    no_streaming: str = ""
+    """Why nothing is streamed, where that was looked at."""
 
     @property
     def made(self) -> ShardPlan:

@@ -83,12 +83,12 @@ def solve(
 
 def predict(
     config: ModelConfig, hardware: Hardware, plan: ShardPlan, *, dtype: str, workload: WorkloadSpec, bounds: Bounds
-) -> tuple[Prediction, Streaming | None]:
-    """Predict the workload under a plan that is in use; return what it streams, too."""
+) -> tuple[Prediction, Streaming | None, str]:
+    """Predict the workload under a plan that is in use; return what it streams, too, or why nothing."""
     model = CostModel(config, hardware.levelled(), dtype=dtype, expert_deferral=bounds.expert_deferral)
     memory = MemoryModel(config, hardware.levelled(), bounds, dtype=dtype)
-    streaming, _ = streaming_of(model, memory, plan, bounds)
-    return predicted(model, plan, workload, bounds, streaming), streaming
+    streaming, no_streaming = streaming_of(model, memory, plan, bounds)
+    return predicted(model, plan, workload, bounds, streaming), streaming, no_streaming
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,7 @@ class _Found:
     moved_bytes: float
     owners: int
     streaming: Streaming | None = None
+    no_streaming: str = ""
     layouts_s: dict[ExpertLayout, float] = field(default_factory=dict)
     """Seconds that the workload takes at best with each layout of experts that was tried."""
 
@@ -146,6 +147,8 @@ class _Solver:
         if not eligible:
             told = "; ".join(f"{option.name}: {option.why_not}" for option in options if option.mode is not None)
             raise PlanError(f"spec.placement: no placement can be had: {told}")
+        if self._bounds.expert_streaming:  # It was asked for, as fast as it may be.
+            eligible = [option for option in eligible if option.streaming is not None] or eligible
         # Rounded: what differs by less than a millionth is the same, and the earlier option, which is simpler, wins.
         chosen = min(eligible, key=lambda option: float(f"{option.predicted.workload_s:.6g}"))
         decode = decode_step(min(self._workload.concurrency, self._bounds.max_num_seqs), self._workload.decode_context)
@@ -189,7 +192,8 @@ class _Solver:
         named = name if layout is ExpertLayout.WHOLE else f"{name}, {layout.value}"
         notes = self._experts_note(found), told_of(found.streaming, self._bounds)
         option = Option(named, mode, found.plan, found.prediction, weight_shares=shares, streaming=found.streaming)
-        return self._allowed(replace(option, note="; ".join(filter(None, notes))))
+        note = "; ".join(filter(None, notes))
+        return self._allowed(replace(option, note=note, no_streaming=found.no_streaming))
 
     def _best(
         self, choices: Iterator[Roles], fixed: FixedCounts = NOTHING_FIXED, *, memory: MemoryModel | None = None
@@ -238,11 +242,13 @@ class _Solver:
 
     def _judged(self, plan: ShardPlan, *, streams: bool = False) -> _Found:
         """`streams`: whether prompts may stream experts, for which there is room."""
-        streaming = streaming_of(self._model, self._memory, plan, self._bounds)[0] if streams else None
+        streaming, no_streaming = None, ""
+        if streams:
+            streaming, no_streaming = streaming_of(self._model, self._memory, plan, self._bounds)
         prediction = predicted(self._model, plan, self._workload, self._bounds, streaming)
         moved = self._model.moved_bytes(plan, decode_step(1, 0))
         owners = sum(weights > 0 for weights in self._model.weight_bytes(plan))
-        return _Found(plan, prediction, moved, owners, streaming=streaming)
+        return _Found(plan, prediction, moved, owners, streaming=streaming, no_streaming=no_streaming)
 
     def _some_cpus(self) -> Iterator[Option]:
         """CPU ranks alone, as many of them as are of use; in a group without GPU ranks fewer than all."""
@@ -327,8 +333,7 @@ class _Solver:
             room = f"{kept / 1e9:.2f} GB of the GPU for two buffers of a layer's experts"
             return Option(STREAMING, None, why_not=f"nothing fits beside {room} (spec.engine.gpuMemoryUtilization)")
         if found.streaming is None:
-            _, why_not = streaming_of(self._model, self._memory, found.plan, self._bounds)
-            return Option(STREAMING, None, why_not=why_not)
+            return Option(STREAMING, None, why_not=found.no_streaming)
         return self._option(STREAMING, PlacementMode.TENSOR, found, self._all)
 
     def _problem_of_helpers(self) -> str:

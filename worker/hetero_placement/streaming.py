@@ -60,8 +60,6 @@ def plan_problem(config: ModelConfig, hardware: Hardware, plan: ShardPlan) -> st
         return "CPU ranks have parts of the experts that all tokens share"
     if len({hardware.ranks[rank].host for rank in (0, *helpers)}) > 1:
         return "CPU ranks with experts share no memory with the GPU rank: they are on other hosts"
-    if not hardware.ranks[0].speeds.to_device_bandwidth:
-        return "the speed of the bus is not known"
     return ""
 
 
@@ -145,6 +143,8 @@ class StreamingCosts:
     def decided(self, bounds: Bounds) -> tuple[Streaming | None, str]:
         """Return from how many rows on steps stream: as the bounds say, or where it is faster; or why none does."""
         most, asked = bounds.max_num_batched_tokens, bounds.expert_streaming
+        if asked is None and not self._model.hardware.ranks[0].speeds.to_device_bandwidth:
+            return None, "the speed of the bus is not known"
         pays_from = _least(_MOST_ROWS, lambda rows: self.step_s(_chunk(rows)) < self.resident_s(_chunk(rows)))
         min_rows = pays_from if asked is None else asked
         if not min_rows:
@@ -177,7 +177,7 @@ class StreamingCosts:
 
     def _copy_s(self, kind: LayerKind) -> float:
         bus = self._model.hardware.ranks[0].speeds.to_device_bandwidth
-        return self._most_bytes(kind) / bus
+        return self._most_bytes(kind) / bus if bus else 0.0
 
     def _most_bytes(self, kind: LayerKind) -> int:
         """Return the bytes of a layer's experts on CPU ranks, as they are packed there, at most."""

@@ -194,7 +194,7 @@ def test_a_plan_that_stands_is_predicted_as_the_solver_would() -> None:
     config = config_of(**SMOLLM2)
     decision = solved(config, TWO_CPUS)
     workload, bounds = WorkloadSpec(), bounds_of(config)
-    again, _ = predict(config, TWO_CPUS, decision.plan, dtype="float32", workload=workload, bounds=bounds)
+    again, _, _ = predict(config, TWO_CPUS, decision.plan, dtype="float32", workload=workload, bounds=bounds)
     assert again == decision.chosen.prediction
 
 

@@ -100,6 +100,11 @@ def test_a_threshold_that_is_asked_for_counts() -> None:
     assert option.streaming.min_rows == 123
 
 
+def test_what_is_asked_for_is_chosen_though_another_is_faster() -> None:
+    assert solved(bounds=replace(BOUNDS, expert_streaming=4096), workload=WorkloadSpec()).chosen.streaming is not None
+    assert solved(workload=WorkloadSpec()).chosen.streaming is None
+
+
 def test_shares_that_fix_the_plan_stream_too() -> None:
     shares = {"attention": [1.0, 0.0], "mlp": [0.0, 1.0]}
     assert solved(shares=shares).chosen.streaming is not None

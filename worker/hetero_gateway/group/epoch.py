@@ -253,7 +253,10 @@ class Epoch:
                 for member, message in zip(self.members, answers, strict=True)
                 if message.allocated.streaming_problem
             )
-            if problem := "; ".join(problems):
+            problem = "; ".join(problems)
+            if problem and self._settings.spec.engine.expert_streaming:
+                raise EpochEnded(f"spec.engine.expertStreaming: {problem}", permanent=True)
+            if problem:
                 logger.warning("epoch=%d no experts are streamed: %s", self.number, problem)
             else:
                 self._executor.streams_from = placement.streaming.min_rows

@@ -27,7 +27,7 @@ from hetero_api.sharding import ShardPlan
 from hetero_api.spec import PlacementMode
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.step_pace import DecodePace
-from hetero_gateway.group.settings import GroupSettings, check_deferral, check_plan
+from hetero_gateway.group.settings import GroupSettings, check_deferral, check_plan, check_streaming
 from hetero_placement.cost_model import CostModel
 from hetero_placement.decision import Bounds, Decision, Option, Streaming, bounds_of
 from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware
@@ -138,6 +138,7 @@ def decide_placement(settings: GroupSettings, ranks: PlacedRanks, held: ShardPla
     hardware, bounds = hardware_of(settings, ranks), _bounds(settings, ranks)
     decision = _adopt(settings, hardware, held, bounds) if held is not None else _solve(settings, hardware, bounds)
     check_deferral(settings.spec, decision.plan)
+    check_streaming(settings.spec, decision)
     mode = _mode_of(decision, hardware)
     return Placement(decision.plan, mode=mode, decision=decision, hardware=hardware, settings=settings)
 
@@ -209,12 +210,14 @@ def _adopt(settings: GroupSettings, hardware: Hardware, held: ShardPlan, bounds:
         fresh = None
     if fresh is not None and fresh.plan == replace(held, expert_orders=()):
         return replace(fresh, plan=held)  # experts were moved since, which the solver does not know
-    prediction, streaming = predict(
+    prediction, streaming, no_streaming = predict(
         settings.config, hardware, held, dtype=settings.dtype, workload=settings.spec.placement.workload, bounds=bounds
     )
     weights = CostModel(settings.config, hardware, dtype=settings.dtype).weight_bytes(held)
     shares = tuple(part / sum(weights) for part in weights)
-    chosen = Option(ADOPTED, None, held, prediction, weight_shares=shares, streaming=streaming)
+    chosen = Option(
+        ADOPTED, None, held, prediction, weight_shares=shares, streaming=streaming, no_streaming=no_streaming
+    )
     options = (chosen, *(fresh.options if fresh is not None else ()))
     reason = f"{ADOPTED}: {prediction.decode_tokens_per_s:.3g} tokens/s decode; weights stay where they are"
     return Decision(held, options, chosen, f"{reason}; anew: {fresh.reason}" if fresh is not None else reason)
