@@ -171,6 +171,20 @@ MUTANTS: Final = (
         ("tests/unit/worker_model/test_expert_deferral.py",),
     ),
     Mutant(
+        "experts that stream: a buffer is filled while the layer that it holds is computed",
+        "worker/hetero_worker/models/streaming.py",
+        "self._start(self._order[following], self._streams.now())",
+        "self._start(self._order[following], PAST)",
+        ("tests/unit/worker_model/test_expert_streaming.py",),
+    ),
+    Mutant(
+        "experts that stream: one that has come is taken for the one that has left",
+        "worker/hetero_worker/runners/experts.py",
+        "stream.rename(rank, layer, leaving, arriving)",
+        "stream.rename(rank, layer, leaving, leaving)",
+        ("tests/unit/worker_model/test_expert_streaming.py",),
+    ),
+    Mutant(
         "experts: counts of before never fade",
         "worker/hetero_placement/expert_placement.py",
         "weight = 0.5 ** (counted_tokens",

@@ -1,12 +1,12 @@
 """Prompts whose experts come to the GPU, beside those whose experts stay on CPU ranks: one model, loaded once.
 
 The GPU has attention and vocabulary, CPU ranks all experts. One prompt is one step, first streamed and then resident,
-several times in turn; the best of each counts. The solver says beforehand what both take.
+several times in turn; the best of each counts, against what the solver predicts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from bench.gpu.hetero import measured_hardware, memory_of
@@ -47,12 +47,12 @@ def prefill_rows(group: RankProcesses, asked: Streamed, *, dtype: str, limit_s: 
         dtype=dtype,
         placement=PlacementSpec(shares=PlacementShares(attention=on_gpu, mlp=hosts, vocabulary=on_gpu)),
         bounds=decision.Bounds(
-            max_model_len=asked.prompt + 16, max_num_batched_tokens=asked.prompt, max_num_seqs=1, expert_streaming=None
+            max_model_len=asked.prompt + 16, max_num_batched_tokens=asked.prompt, max_num_seqs=1, expert_streaming=1
         ),
     )
     streaming = found.chosen.streaming
     if streaming is None:
-        raise CapacityError(f"{asked.name}: nothing is streamed: {found.reason}")
+        raise CapacityError(f"{asked.name}: nothing is streamed: {found.chosen.no_streaming}")
     bounds = Bounds(asked.prompt + 16, asked.prompt, 1)
     load = Load(asked.config, dtype, found.plan, bounds, memory, expert_buffer_bytes=streaming.buffer_bytes)
     replica = Replica(group, load, most_tokens=asked.prompt + 16)
@@ -64,8 +64,7 @@ def prefill_rows(group: RankProcesses, asked: Streamed, *, dtype: str, limit_s: 
             seconds = replica.serve(recipe, limit_s=limit_s).first_token_s
             best[streams_from] = min(seconds, best.get(streams_from, seconds))
     told = {1: ("streamed", streaming.chunk_s), None: ("resident", streaming.resident_chunk_s)}
-    rows = [
+    return [
         Row(f"{asked.name}: prompt of {asked.prompt}, {name}", asked.prompt / best[way], asked.prompt / predicted_s)
         for way, (name, predicted_s) in told.items()
     ]
-    return [replace(rows[0], note=f"predicted to pay from {streaming.min_rows} tokens on"), *rows[1:]]
