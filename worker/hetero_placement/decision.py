@@ -144,8 +144,6 @@ def _no_streaming(spec: HeteroInferenceSpec) -> str:
 
 def proposing_kind(spec: SpeculativeSpec, config: ModelConfig) -> SpeculationKind:
     """Return the way in which tokens are proposed to the model: NGram, Draft or MTP; None: not at all."""
-    if config.delta is not None:
-        return SpeculationKind.NONE
     if spec.kind != SpeculationKind.AUTO:
         return spec.kind
     if spec.draft is not None:

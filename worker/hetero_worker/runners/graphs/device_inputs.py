@@ -48,12 +48,14 @@ class DeviceInputs:
     def fill(self, plan: ranks_pb2.StepPlan, slots: SlotTable) -> InputBatch:
         """As StepInputs.fill; `decoder_input` of a step that only decodes has as many rows as its padded size.
 
-        Steps with adapters are not padded: no graph serves them.
+        Steps with adapters are not padded, nor are those that save states: no graph serves them.
         """
         self._copies_end.wait()  # the host's buffers are about to be overwritten
         batch = self._host.fill(plan, slots)
-        is_as_it_is = plan.spans or batch.decoder_input.adapters is not None
-        decoder_input = self._copied(batch.decoder_input if is_as_it_is else self._padded(num_decode_rows(plan)))
+        step = batch.decoder_input
+        if step.attention.only_decodes and step.adapters is None:
+            step = self._padded(num_decode_rows(plan))
+        decoder_input = self._copied(step)
         self._copies_end = self._streams.now()
         return replace(batch, decoder_input=decoder_input)
 

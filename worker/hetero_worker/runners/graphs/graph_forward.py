@@ -89,7 +89,7 @@ class GraphForward:
         """Replay the graph of the step's size, recording it first; other steps run as they are."""
         step = batch.decoder_input
         size = len(step.token_ids)
-        if step.attention.prefills or step.adapters is not None or size not in self._sizes:
+        if not step.attention.only_decodes or step.adapters is not None or size not in self._sizes:
             return self._eager.run(decoder, batch, caches=caches, exchange=exchange)
         bound = self._bind(decoder, caches, exchange)
         if bound.waits:
