@@ -201,7 +201,9 @@ def test_long_prompts_stream_experts_to_the_gpu_also_after_ranks_were_lost(tmp_p
     engine = {**ENGINE, "expertStreaming": 20}
     with mixed_group(tmp_path, model, layout, engine=engine, max_model_len=160) as group, group.client() as client:
         with group.admin() as admin:
-            assert "come to the GPU in steps of 20 tokens or more" in admin.topology().placement.reason
+            placement = admin.topology().placement
+        assert placement is not None
+        assert "come to the GPU in steps of 20 tokens or more" in placement.reason
         check(client, reference)
         for lost in ("cpu-1", "gpu-0"):
             check_stream_over_a_loss(group, client, reference, lost, max_tokens=40)

@@ -257,6 +257,7 @@ class Epoch:
             if problem and self._settings.spec.engine.expert_streaming:
                 raise EpochEnded(f"spec.engine.expertStreaming: {problem}", permanent=True)
             if problem:
+                self._placement.note_resident(problem)
                 logger.warning("epoch=%d no experts are streamed: %s", self.number, problem)
             else:
                 self._executor.streams_from = placement.streaming.min_rows

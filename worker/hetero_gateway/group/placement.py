@@ -104,6 +104,13 @@ class GroupPlacement:
             self.current = replace(self.current, plan=held)
         return self.current
 
+    def note_resident(self, problem: str) -> None:
+        """Add to the reason that ranks could not share experts to be streamed, and why; the next epoch tries again."""
+        told = f"; no experts are streamed: {problem}"
+        if self.current is not None and told not in self.current.decision.reason:
+            decision = replace(self.current.decision, reason=self.current.decision.reason + told)
+            self.current = replace(self.current, decision=decision)
+
     def replace_plan(self, plan: ShardPlan) -> None:
         """Adopt another plan of the same key, which the ranks have changed to. Raises PlanError before any decision."""
         if self.current is None:
