@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hetero_api.model_parts import ExpertsConfig
-from hetero_api.weight_format import WeightFormat
+from hetero_api.weight_format import FP8, WeightFormat
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.layers.fused_ops import PLAIN_OPS
 from hetero_worker.layers.linear_kernels import PlainKernel
@@ -17,7 +17,8 @@ from hetero_worker.layers.native_linear import NativeLinear, NativeWeight
 from hetero_worker.layers.triton.linear import DeviceKernel
 from hetero_worker.memory.panels import ExpertArena, PanelLayer, Place, mapped
 from tests.support.native_compute import op_queue_of, randn
-from tests.support.whole_number_linear import FORMATS, random_matrix
+from tests.support.whole_number_linear import FORMATS
+from tests.unit.kernels.test_quantized_matmul import random_matrix
 
 pytestmark = pytest.mark.unit
 
@@ -25,7 +26,7 @@ NUMBER, PER_TOKEN, HIDDEN, WIDTH = 5, 2, 72, 40
 HELD = (0, 3, 4)
 SHAPE = ExpertsConfig(NUMBER, PER_TOKEN, WIDTH, layers=(0,))
 HOST = torch.device("cpu")
-STORED = (torch.float32, torch.bfloat16, torch.float16, *FORMATS)
+STORED = (torch.float32, torch.bfloat16, torch.float16, FP8, *FORMATS)
 
 
 class Packed:
@@ -58,7 +59,7 @@ class Packed:
         if isinstance(stored, torch.dtype):
             weight = randn(*shape, seed=seed, dtype=stored)
             return kernel.pack(weight), weight.float()
-        matrix: QuantizedMatrix = random_matrix(stored, *shape, seed=seed)
+        matrix: QuantizedMatrix = random_matrix(*shape, stored, seed=seed)
         return kernel.pack_quantized(matrix), matrix.dequantized()
 
     def _place(self, weight: NativeWeight) -> Place:

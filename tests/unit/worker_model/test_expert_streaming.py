@@ -14,6 +14,7 @@ from hetero_placement.cost_model import CostModel
 from hetero_placement.hardware import Hardware
 from hetero_placement.streaming import StreamingCosts
 from hetero_worker.distributed.exchange import HostExchange
+from hetero_worker.errors import ProtocolError
 from hetero_worker.layers.linear_kernels import kept_bits
 from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.memory.streams import Way
@@ -279,3 +280,12 @@ def test_ranks_that_cannot_say_why_and_compute_as_ever(
     assert any(problem in told for told in group.problems.values())
     assert completed(group, streams_from=None).isfinite().all()
     assert not list(tmp_path.iterdir()), "sockets are gone"
+    group.start()
+    with pytest.raises(ProtocolError, match="step plan 1 streams experts: "):
+        completed(group, streams_from=2)
+
+
+def test_a_plan_that_streams_what_was_not_to_be_shared_is_refused(checkpoints: dict[str, TinyCheckpoint]) -> None:
+    group = RankGroup(checkpoints["qwen3-moe"].directory, ONE, num_gpu_ranks=1)
+    with pytest.raises(ProtocolError, match="step plan 1 streams experts: LoadModel ordered no buffers for them"):
+        completed(group, streams_from=2)

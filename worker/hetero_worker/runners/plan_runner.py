@@ -189,11 +189,21 @@ class PlanRunner:
         shard, request, _ = self._model_state.loaded("AllocateCache")
         if not request.expert_buffer_bytes or self._exchange is None:
             return ""
-        self._model_state.has_linked_experts = True
-        problem = link_experts(shard, self._exchange)
+        problem = self._model_state.sharing_problem = link_experts(shard, self._exchange)
         if problem:
             logger.warning("rank %d: experts are not streamed: %s", request.rank, problem)
         return problem
+
+    def _check_shared(self, plan: ranks_pb2.StepPlan) -> None:
+        """Share experts that a plan streams, if they are not. Raises ProtocolError if they cannot be."""
+        _, request, _ = self._model_state.loaded("a step plan")
+        problem = self._model_state.sharing_problem
+        if not request.expert_buffer_bytes:
+            problem = "LoadModel ordered no buffers for them"
+        elif problem is None:
+            problem = self.share_experts()
+        if problem:
+            raise ProtocolError(f"step plan {plan.step_id} streams experts: {problem}")
 
     def execute(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> StepOutput:
         """As Runner.execute."""
@@ -275,8 +285,8 @@ class PlanRunner:
         cache = self._model_state.cache
         if cache is None or not (plan.decode_slots or plan.spans):
             return FinishedStep(StepOutput())
-        if plan.streams_experts and not self._model_state.has_linked_experts and (problem := self.share_experts()):
-            raise ProtocolError(f"step plan {plan.step_id} streams experts: {problem}")
+        if plan.streams_experts:
+            self._check_shared(plan)
         if before is None:
             self._times.begin()
         step = RunningStep(plan, self._context(cache, exchange), on_finished=self._on_finished)
