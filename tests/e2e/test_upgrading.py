@@ -137,6 +137,7 @@ def restart(served: Served, release: Release) -> None:
     wait_replicas(served, 2)
 
 
+@pytest.mark.timeout(1800)  # images are pushed, and pulled twice
 def test_an_upgrade_and_a_rollback_fail_no_request(
     site: Site, registry: OciRegistry, releases: tuple[Release, Release], keys: SigningKeys, tmp_path: Path
 ) -> None:

@@ -67,7 +67,8 @@ class Runtime:
         """Pull from the registry at HOST:PORT without TLS, from now on."""
         folder = self._registries / registry
         folder.mkdir(parents=True)
-        (folder / "hosts.toml").write_text(f'server = "http://{registry}"\n', encoding="utf-8")
+        # A `server` alone is not read by containerd 1.6.
+        (folder / "hosts.toml").write_text(f'[host."http://{registry}"]\ncapabilities = ["pull", "resolve"]\n')
 
     def link_images(self, other: Runtime) -> None:
         """Take over the images of another node. Both daemons must be stopped.
