@@ -85,8 +85,15 @@ MUTANTS: Final = (
     Mutant(
         "proposals: the draw behind a wrong token is kept, too",
         "worker/hetero_worker/runners/running_step.py",
-        "number = num_accepted(tokens, proposed.get(slot, ())) + 1",
-        "number = min(len(tokens), num_accepted(tokens, proposed.get(slot, ())) + 2)",
+        "number = num_accepted(tokens, proposal.token_ids) + 1",
+        "number = min(len(tokens), num_accepted(tokens, proposal.token_ids) + 2)",
+        ("tests/unit/worker_model/test_proposals.py",),
+    ),
+    Mutant(
+        "proposals: states go back a token too few",
+        "worker/hetero_worker/runners/running_step.py",
+        "proposal.snapshots[number - 1]",
+        "proposal.snapshots[min(number, len(proposal.snapshots) - 1)]",
         ("tests/unit/worker_model/test_proposals.py",),
     ),
     Mutant(

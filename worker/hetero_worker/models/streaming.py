@@ -74,18 +74,11 @@ class ExpertStream:
         return self._order
 
     def link(self, ranks: Sequence[SharedExperts], make: MakePanelExperts) -> None:
-        """Map and pin what the ranks hold, and make the buffers.
+        """Take what the ranks hold, and make the buffers; `pin` each layer then.
 
-        Raises MemoryBudgetError if a layer is larger than a buffer, or if the driver cannot pin the memory.
+        Raises MemoryBudgetError if a layer is larger than a buffer.
         """
         self.unlink()
-        for shared in ranks:
-            if problem := self._streams.pin(shared.memory.data_ptr(), shared.memory.nbytes):
-                raise MemoryBudgetError(
-                    f"{mib(shared.memory.nbytes)} of rank {shared.rank}'s experts cannot be pinned: {problem}; raise "
-                    "the limit of locked memory, or set spec.engine.expertStreaming: 0"
-                )
-            self._pinned.append(shared.memory)
         sizes = {layer: 0 for shared in ranks for layer in shared.layers}
         places: dict[int, list[tuple[SharedExperts, int]]] = {layer: [] for layer in sizes}
         for shared in ranks:
@@ -107,6 +100,19 @@ class ExpertStream:
                 streamed.copies.append((shared.memory[held.begin : held.end], buffer[begin : begin + held.num_bytes]))
                 streamed.experts[shared.rank] = make(held.moved(begin), buffer)
             self._layers[layer] = streamed
+
+    def pin(self, layer: int) -> None:
+        """Have the driver pin the ranks' experts of a layer, which takes seconds for gigabytes.
+
+        Raises MemoryBudgetError if it cannot.
+        """
+        for memory, _ in self._layers[layer].copies if layer in self._layers else ():
+            if problem := self._streams.pin(memory.data_ptr(), memory.nbytes):
+                raise MemoryBudgetError(
+                    f"{mib(memory.nbytes)} of experts of layer {layer} cannot be pinned: {problem}; raise the limit of "
+                    "locked memory, or set spec.engine.expertStreaming: 0"
+                )
+            self._pinned.append(memory)
 
     def unlink(self) -> None:
         """Let go of the ranks' memory and of the buffers. Idempotent."""

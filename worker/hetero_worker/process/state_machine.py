@@ -286,7 +286,8 @@ class WorkerStateMachine:
 
     def _limit_s(self, message: ranks_pb2.GatewayMessage) -> float:
         command = message.step_plan.command
-        if command.wake.weights or message.HasField("load_model"):
+        # With the cache the driver pins experts that are streamed.
+        if command.wake.weights or message.HasField("load_model") or message.HasField("allocate_cache"):
             return LOAD_LIMIT_S
         return _limit_within(message.form_group) if message.HasField("form_group") else self._usual_limit_s
 

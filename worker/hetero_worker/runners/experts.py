@@ -16,7 +16,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -102,37 +102,56 @@ def link_experts(shard: LoadedShard, exchange: Exchange) -> str:
 
     Return why this rank cannot, or that another cannot; empty if all could. Raises ExchangeError.
     """
-    decoder, rank = shard.decoder, shard.request.rank
-    owners = _sharing_ranks(shard.request.shard_plan)
+    decoder = shard.decoder
     with ExitStack() as stack:
-        door, told, problem = None, b"", ""
-        try:
-            path = shared_path(exchange)
-            if path is None:
-                raise CommandRefused("the ranks share no memory")
-            if rank in owners:
-                told = _told_of_experts(decoder)
-                door = stack.enter_context(_door(path, rank))
-        except (CommandRefused, ModelError, OSError) as error:
-            problem = str(error)
-        if not all_can(exchange, not problem):
-            return problem or _ANOTHER_CANNOT
+        problem = _hand_all_over(shard, exchange, stack)
+    # A vote a layer: all of a large model's experts take longer to pin than ranks wait for one another.
+    pins = (_together(partial(_pin, decoder, layer), exchange) for layer in decoder.config.expert_layers)
+    problem = problem or next(filter(None, pins), "")
+    if problem and decoder.expert_stream is not None:
+        decoder.expert_stream.unlink()
+    return problem
+
+
+def _together(work: Callable[[], None], exchange: Exchange) -> str:
+    """Do this rank's part of something; return why it cannot, or that another cannot. Raises ExchangeError."""
+    problem = ""
+    try:
+        work()
+    except (CommandRefused, MemoryBudgetError, ModelError, OSError, RuntimeError, ValueError) as error:
+        problem = str(error)
+    return "" if all_can(exchange, not problem) else problem or _ANOTHER_CANNOT
+
+
+def _pin(decoder: Decoder, layer: int) -> None:
+    if decoder.expert_stream is not None:
+        decoder.expert_stream.pin(layer)
+
+
+def _hand_all_over(shard: LoadedShard, exchange: Exchange, stack: ExitStack) -> str:
+    """Let the leader map the experts; return as `_together`. Doors are open for as long as the stack."""
+    decoder, rank, path = shard.decoder, shard.request.rank, shared_path(exchange)
+    owners, doors = _sharing_ranks(shard.request.shard_plan), list[tuple[socket.socket, bytes]]()
+
+    def prepare() -> None:
+        if path is None:
+            raise CommandRefused("the ranks share no memory")
+        if rank in owners:
+            told = _told_of_experts(decoder)
+            doors.append((stack.enter_context(_door(path, rank)), told))
+
+    def hand_over() -> None:
         assert path is not None, "this rank can"
-        try:
-            if door is not None and decoder.expert_arena is not None:
-                _hand_over(door, decoder.expert_arena.fd, told)
-            elif decoder.expert_stream is not None:
-                experts = decoder.config.experts
-                assert experts is not None, "plans stream experts of models that have some"
-                make = partial(shard.kernel.panel_experts, experts, decoder.config.activation)
-                decoder.expert_stream.link([_take_over(path, owner) for owner in owners], make)
-        except (MemoryBudgetError, OSError, RuntimeError, ValueError) as error:
-            problem = str(error)
-        if all_can(exchange, not problem):
-            return ""
+        for door, told in doors:
+            assert decoder.expert_arena is not None, "its experts were told of"
+            _hand_over(door, decoder.expert_arena.fd, told)
         if decoder.expert_stream is not None:
-            decoder.expert_stream.unlink()
-        return problem or _ANOTHER_CANNOT
+            experts = decoder.config.experts
+            assert experts is not None, "plans stream experts of models that have some"
+            make = partial(shard.kernel.panel_experts, experts, decoder.config.activation)
+            decoder.expert_stream.link([_take_over(path, owner) for owner in owners], make)
+
+    return _together(prepare, exchange) or _together(hand_over, exchange)
 
 
 def _sharing_ranks(plan: ShardPlan) -> list[int]:
