@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from hetero_worker.adapters.peft_files import LowRankFactors
+from hetero_worker.adapters.peft_files import MAX_RANK, LowRankFactors
 
 MAX_ADAPTERS: Final = 64
 """Adapters that a rank holds at once, at most."""
@@ -24,9 +24,11 @@ Product = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 class AdapterRows:
     """Adapters of the rows that a decoder computes now; all of its layers look here."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_rank: int = MAX_RANK) -> None:
+        """`max_rank`: the largest of an adapter."""
+        self.max_rank: Final = max_rank
         self.numbers: torch.Tensor | None = None
-        """int64 [rows] on the host: the number of each row's adapter, 0: none. None: no row has one."""
+        """int64 [rows] on the rank's device: the number of each row's adapter, 0: none. None: no row has one."""
         self._groups: dict[int, torch.Tensor] | None = None
 
     def begin(self, numbers: torch.Tensor | None) -> None:
@@ -34,12 +36,12 @@ class AdapterRows:
         self.numbers = numbers
         self._groups = None
 
-    def groups(self, device: torch.device) -> dict[int, torch.Tensor]:
-        """Return the rows of each adapter, int64 on the device of the computation. There must be some."""
+    def groups(self) -> dict[int, torch.Tensor]:
+        """Return the rows of each adapter, int64 on the rank's device, which the host waits for. There must be some."""
         assert self.numbers is not None, "no row has an adapter"
         if self._groups is None:
             found = sorted(set(self.numbers.tolist()))
-            self._groups = {n: (self.numbers == n).nonzero()[:, 0].to(device) for n in found if n}
+            self._groups = {n: (self.numbers == n).nonzero()[:, 0] for n in found if n}
         return self._groups
 
 
@@ -109,7 +111,7 @@ class PackedLowRank(LowRank):
         return self._pack(factor.to(device=self._device, dtype=dtype).contiguous())
 
     def _add(self, x: torch.Tensor, y: torch.Tensor, numbers: torch.Tensor) -> None:  # noqa: ARG002 - groups know
-        for number, index in self._rows.groups(y.device).items():
+        for number, index in self._rows.groups().items():
             own = x.index_select(0, index)
             for columns, down, up in self._held.get(number, ()):
                 y[:, columns].index_add_(0, index, up(down(own, None), None))

@@ -23,7 +23,7 @@ import torch
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan, Stage
 from hetero_worker.adapters.low_rank import AdapterRows
-from hetero_worker.adapters.peft_files import LoraAdapter, LowRankFactors
+from hetero_worker.adapters.peft_files import MAX_RANK, LoraAdapter, LowRankFactors
 from hetero_worker.attention.base import AttentionBackend, AttentionBatch
 from hetero_worker.attention.kv_cache import LayerCache, Zeros
 from hetero_worker.checkpoints.checkpoint import Checkpoint
@@ -57,7 +57,7 @@ class DecoderInput:
     logit_rows: torch.Tensor | None
     """int64 [draws]: rows whose logits are computed; None: all, in order."""
     adapters: torch.Tensor | None = None
-    """int64 [tokens] on the host: number of each row's adapter, 0: none; None: no row has one."""
+    """int64 [tokens]: number of each row's adapter, 0: none; None: no row has one."""
 
 
 class Decoder:
@@ -80,13 +80,14 @@ class Decoder:
         expert_deferral: int = 0,
         borrows_vocabulary: bool = False,
         adapts_experts: bool = False,
+        max_adapter_rank: int = MAX_RANK,
     ) -> None:
         """`lends_at_once`: the device computes beside copies to and from the host (`Lending`).
 
         `cache_dtype`: type of cached keys and values; None: `dtype`. `expert_deferral`: number of a token's chosen
         experts whose sum helpers return a layer late, fewer than it chooses; in a stage's last layer they return all.
         `borrows_vocabulary`: embedding and output head are another decoder's; see `borrow`. `adapts_experts`: experts
-        take adapters.
+        take adapters. `max_adapter_rank`: the largest of an adapter.
         """
         self._config = config
         self._dtype = dtype
@@ -112,7 +113,7 @@ class Decoder:
         self._rotary = RotaryTables(
             config.ropes, head_dims=config.rotary_widths, max_length=max_length, dtype=dtype, device=device
         )
-        self._adapter_rows = AdapterRows()
+        self._adapter_rows = AdapterRows(max_adapter_rank)
         self.adapters: set[int] = set()
         """Numbers of the adapters that are held."""
         self.expert_adapters: set[int] = set()
