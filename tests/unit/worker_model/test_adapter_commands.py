@@ -237,6 +237,41 @@ def test_adapters_of_experts_come_in_place_of_others_whose_steps_were_recorded(
     assert_like(builder, 0, again[0], checkpoint.logits(builder.sequences[0].tokens))
 
 
+def test_steps_with_adapters_of_experts_are_recorded_with_no_more_operations(tmp_path: Path) -> None:
+    """An adapter that came after the recording is part of it, too."""
+    checkpoint = save_tiny("qwen3-moe", tmp_path / "model")
+    save = partial(save_adapter, checkpoint.directory, modules=("o_proj",), rank=3)
+    plain, experts = save(tmp_path / "plain"), save(tmp_path / "experts", target_parameters=EXPERTS, seed=1)
+    alone = Shares(kv_heads=((8,),), mlp_columns=((50,),), vocab_rows=(200,), experts=((6,),))
+    operations = []
+    for takes in (False, True):
+        group = RankGroup(checkpoint.directory, alone, max_adapters=2, adapts_experts=takes, keeps_logits=False)
+        builder = PlanBuilder(group)
+        assert outcome(builder, load(1, plain.directory))[0]
+        builder.start(0, PROMPT, adapter=1)
+        for _ in range(4):
+            builder.schedule(0)
+            builder.run()
+        cache = group.runners[0]._model_state.cache
+        assert cache is not None
+        assert isinstance(cache.forward, NativeForward)
+        assert cache.forward._bound is not None
+        passes = cache.forward._bound.passes
+        ((_, recorded),) = passes.values()
+        segments: Any = () if recorded is None else recorded.parts
+        operations.append(sum(len(part.recorded.ops) for part in segments))
+    assert operations[0] == operations[1] > 0
+    builder.release(0)
+    assert outcome(builder, load(2, experts.directory))[0]
+    builder.start(1, PROMPT, adapter=2)
+    for _ in range(5):
+        builder.schedule(1)
+        builder.run()
+    assert len(passes) == 1
+    tokens = builder.sequences[1].tokens
+    assert tokens[len(PROMPT) :] == experts.logits(tokens).argmax(1).tolist()[len(PROMPT) - 1 : -1]
+
+
 def test_adapters_of_experts_are_refused_where_nothing_is_kept_for_them_and_on_gpus(tmp_path: Path) -> None:
     checkpoint = save_tiny("qwen3-moe", tmp_path / "model")
     save = partial(save_adapter, checkpoint.directory, modules=("o_proj",), rank=3)

@@ -29,12 +29,19 @@ class AdapterRows:
         self.max_rank: Final = max_rank
         self.numbers: torch.Tensor | None = None
         """int64 [rows] on the rank's device: the number of each row's adapter, 0: none. None: no row has one."""
+        self._all: torch.Tensor | None = None
         self._groups: dict[int, torch.Tensor] | None = None
 
     def begin(self, numbers: torch.Tensor | None) -> None:
         """Go on to other rows, see `numbers`."""
-        self.numbers = numbers
+        self._all = self.numbers = numbers
         self._groups = None
+
+    def select(self, begin: int, end: int) -> None:
+        """Go on to rows [begin, end) of those that `begin` was called with."""
+        if self._all is not None:
+            self.numbers = self._all[begin:end]
+            self._groups = None
 
     def groups(self) -> dict[int, torch.Tensor]:
         """Return the rows of each adapter, int64 on the rank's device, which the host waits for. There must be some."""
@@ -52,13 +59,13 @@ class LowRank(ABC):
         """`heights`: output rows of each of the layer's parts, which adapters may change or not."""
         self._bounds: Final = tuple(pairwise(accumulate(heights, initial=0)))
         self._rows: Final = rows
-        self._held: Mapping[int, Sequence[object]] = {}
+        self._held: Mapping[int, object] = {}
         """What is kept of each adapter, by its number; nothing of one that leaves the layer as it is."""
 
     @property
-    def changing(self) -> frozenset[int]:
-        """Numbers of the adapters that change the layer's outputs."""
-        return frozenset(number for number, held in self._held.items() if held)
+    def is_asked(self) -> bool:
+        """Whether rows of the step have adapters."""
+        return self._rows.numbers is not None
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the products of rows x [rows, in] to the layer's outputs y [rows, out], contiguous, in place."""

@@ -238,7 +238,7 @@ class GroupCommands:
             )
 
         def commit() -> _Outcome:
-            shard.decoder.hold_adapter(order.number, factors, shard.kernel, changes_experts=changes_experts)
+            shard.decoder.hold_adapter(order.number, factors, shard.kernel)
             return _Outcome()
 
         return _Prepared(commit, files=files)

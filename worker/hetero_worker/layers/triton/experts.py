@@ -74,12 +74,26 @@ class DeviceExperts(PackedExperts):
             tables[1, number] = torch.tensor(_addresses(mlp.down, mlp.down_bias))
         self._tables.copy_(tables)
 
-    def __call__(self, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, /) -> torch.Tensor:
+    def __call__(
+        self,
+        normed: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        /,
+        numbers: torch.Tensor | None = None,  # noqa: ARG002 - it holds no adapters
+    ) -> torch.Tensor:
         """See `PackedExperts.__call__`. Raises RuntimeError before experts are held."""
         return self._sum(normed, chosen, shares, self._shared)
 
     def in_two(
-        self, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, /, *, late: int
+        self,
+        normed: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        /,
+        *,
+        late: int,
+        numbers: torch.Tensor | None = None,  # noqa: ARG002
     ) -> tuple[torch.Tensor, LateSum]:
         """See `PackedExperts.in_two`. The late choices are computed when they are asked for."""
         early = self._sum(normed, chosen[:, :-late], shares[:, :-late], self._shared)
