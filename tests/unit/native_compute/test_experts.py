@@ -221,7 +221,7 @@ def test_choices_of_rows_with_adapters_have_their_products_in_any_batch(dtype: t
         layer = Layer(team=team, shared=SHARED, dtype=dtype)
         plain = layer.experts(x, chosen, shares)
         for number, factors in held.items():
-            layer.experts.hold_adapter(number, factors, dtype)
+            layer.experts.hold_adapter(number, factors, dtype, max_rank=16)
         outcomes.append(layer.experts(x, chosen, shares, numbers))
         early, late_of = layer.experts.in_two(x, chosen, shares, late=1, numbers=numbers)
         if dtype == torch.float32:
@@ -243,7 +243,7 @@ def test_choices_of_rows_with_adapters_have_their_products_in_any_batch(dtype: t
         assert_close(outcomes[0], expected)
     else:
         torch.testing.assert_close(outcomes[0].double(), expected, rtol=0, atol=2**-7 * float(expected.abs().max()))
-    layer.experts.hold_adapter(2, {}, dtype)
+    layer.experts.hold_adapter(2, {}, dtype, max_rank=16)
     forgotten = layer.experts(x, chosen, shares, numbers)
     assert torch.equal(forgotten[numbers == 2], plain[numbers == 2])
 

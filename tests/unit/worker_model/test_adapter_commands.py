@@ -272,7 +272,7 @@ def test_steps_with_adapters_of_experts_are_recorded_with_no_more_operations(tmp
     assert tokens[len(PROMPT) :] == experts.logits(tokens).argmax(1).tolist()[len(PROMPT) - 1 : -1]
 
 
-def test_adapters_of_experts_are_refused_where_nothing_is_kept_for_them_and_on_gpus(tmp_path: Path) -> None:
+def test_adapters_of_experts_are_refused_where_nothing_is_kept_for_them(tmp_path: Path) -> None:
     checkpoint = save_tiny("qwen3-moe", tmp_path / "model")
     save = partial(save_adapter, checkpoint.directory, modules=("o_proj",), rank=3)
     stacked = save(tmp_path / "stacked", target_parameters=EXPERTS).directory
@@ -282,6 +282,17 @@ def test_adapters_of_experts_are_refused_where_nothing_is_kept_for_them_and_on_g
         done, problem = outcome(builder, load(1, directory))
         assert (done, "takes no adapter in this model" in problem) == (False, True), problem
         assert "engine.adapters.experts" in problem
+
+
+def test_adapters_change_experts_of_gpu_ranks_beside_those_of_cpu_ranks(tmp_path: Path) -> None:
+    checkpoint = save_tiny("qwen3-moe", tmp_path / "model")
+    experts = save_adapter(
+        checkpoint.directory, tmp_path / "experts", modules=("o_proj",), rank=3, target_parameters=EXPERTS
+    )
     builder = PlanBuilder(RankGroup(checkpoint.directory, WHOLE, max_adapters=1, adapts_experts=True, num_gpu_ranks=1))
-    done, problem = outcome(builder, load(1, stacked))
-    assert (done, "some are on this rank's GPU" in problem) == (False, True), problem
+    assert outcome(builder, load(1, experts.directory)) == (True, "")
+    builder.start(0, PROMPT)
+    builder.start(1, PROMPT, adapter=1)
+    got = steps(builder, [0, 1], 4)
+    assert_like(builder, 0, got[0], checkpoint.logits(builder.sequences[0].tokens))
+    assert_like(builder, 1, got[1], experts.logits(builder.sequences[1].tokens))

@@ -97,6 +97,7 @@ def _shrink(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["rows"])
 def _expand(  # type: ignore[no-untyped-def]
+    x,
     products,
     numbers,
     table,
@@ -112,7 +113,7 @@ def _expand(  # type: ignore[no-untyped-def]
     tile_ranks: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Add to a block of columns (program 1) of rows (program 0)."""
+    """Add to a block of columns (program 1) of rows (program 0). Factors have the type of x."""
     block = blocks + tl.program_id(1) * _BLOCK
     part, begin, end = tl.load(block), tl.load(block + 1), tl.load(block + 2)
     column = tl.load(block + 3) + tl.arange(0, tile_columns)
@@ -124,7 +125,7 @@ def _expand(  # type: ignore[no-untyped-def]
         place = table + (adapter * parts + part) * FACTORS
         rank = tl.load(place, mask=adapter != 0, other=0)
         if rank > 0:
-            up = tl.multiple_of(tl.load(place + 2).to(tl.pointer_type(y.dtype.element_ty)), 16)
+            up = tl.multiple_of(tl.load(place + 2).to(tl.pointer_type(x.dtype.element_ty)), 16)
             own_columns = up + (tl.minimum(column, end - 1) - begin).to(tl.int64)[:, None] * rank
             sums = tl.zeros([tile_rows, tile_columns], tl.float32)
             for at in range(0, rank, tile_ranks):
@@ -154,6 +155,24 @@ def column_blocks(bounds: Sequence[tuple[int, int]], device: torch.device) -> to
     return torch.tensor(found, dtype=torch.int32).reshape(-1, int(_BLOCK.value)).to(device)
 
 
+def place_factors(
+    factors: Sequence[tuple[torch.Tensor, torch.Tensor] | None], place: torch.Tensor, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Write an adapter's factors to its place [parts, 3] in a table; return what has to be kept for as long.
+
+    `factors`: `down` and `up` of each part, kept in a type; None: the adapter leaves the part as it is.
+    """
+    kept: list[torch.Tensor] = []
+    entries = torch.zeros(place.shape, dtype=torch.int64)
+    for part, each in enumerate(factors):
+        if each is not None:
+            down, up = (factor.to(place.device, dtype).contiguous() for factor in each)
+            kept += (down, up)
+            entries[part] = torch.tensor([len(down), down.data_ptr(), up.data_ptr()])
+    place.copy_(entries)
+    return kept
+
+
 def add_low_rank(
     x: torch.Tensor,
     y: torch.Tensor,
@@ -163,7 +182,7 @@ def add_low_rank(
     *,
     most_rank: int,
 ) -> None:
-    """Add to contiguous y [rows, out] the low-rank products of each row of x [rows, in], both of one type.
+    """Add to contiguous y [rows, out] the low-rank products of each row of x [rows, in].
 
     `numbers`, int64 [rows], are of the rows' adapters, 0: none. `table`, int64 [adapters, parts, 3], has an adapter's
     rank, at most `most_rank`, and the addresses of its factors [rank, in] and [columns of the part, rank], of x's type.
@@ -192,7 +211,7 @@ def add_low_rank(
         enable_fp_fusion=True,
     )
     _expand[(programs, len(blocks))](
-        *(products, numbers, table, blocks, y, rows),
+        *(x, products, numbers, table, blocks, y, rows),
         out_features=y.shape[1],
         pieces=pieces,
         tile_columns=_COLUMNS,

@@ -101,13 +101,14 @@ class PackedExperts(ABC):
     def hold(self, experts: Mapping[int, PackedMlp]) -> None:
         """Compute with these experts from now on, by their numbers; steps that were recorded before do, too."""
 
-    def hold_adapter(self, number: int, factors: Mapping[int, ExpertFactors], dtype: torch.dtype) -> None:  # noqa: ARG002
+    @abstractmethod
+    def hold_adapter(
+        self, number: int, factors: Mapping[int, ExpertFactors], dtype: torch.dtype, *, max_rank: int
+    ) -> None:
         """Keep an adapter's factors of held experts in a type, in place of those that its number had; {}: of none.
 
-        Raises NotImplementedError if the kernel takes no adapters and there are any.
+        `max_rank`: the largest of any adapter, always the same.
         """
-        if factors:
-            raise NotImplementedError(f"{type(self).__name__} takes no adapters of experts")
 
     @abstractmethod
     def __call__(

@@ -85,7 +85,7 @@ class ExpertMlp:
         """int64 [tokens]: the pass's places in the cache. On devices that pad steps, a row in place 0 has no expert."""
         self._counts = torch.zeros(config.experts.number, dtype=torch.int64)
         self._joined: PackedExperts | None = None
-        self.adapter_rows: AdapterRows | None = None
+        self._adapter_rows: AdapterRows | None = None
         """Adapters of the layer's rows; None: experts take none."""
         self._own_rows = AdapterRows()
         """Adapters of the rows that one expert computes."""
@@ -102,6 +102,10 @@ class ExpertMlp:
         """Linear layers of this rank's experts."""
         return [linear for expert in self._experts.values() for linear in expert.linears]
 
+    def take_adapters(self, rows: AdapterRows) -> None:
+        """Let adapters change experts from now on; `rows`: those of the layer's rows."""
+        self._adapter_rows, self._own_rows = rows, AdapterRows(rows.max_rank)
+
     def hold_adapter(
         self, number: int, factors: Sequence[Sequence[LowRankFactors | None]], kernel: LinearKernel, dtype: torch.dtype
     ) -> None:
@@ -109,7 +113,8 @@ class ExpertMlp:
         if self._joined is not None:
             pairs = zip(factors[::2], factors[1::2], strict=True)
             found = {expert: (*first, *second) for expert, (first, second) in zip(self._experts, pairs, strict=True)}
-            self._joined.hold_adapter(number, {at: each for at, each in found.items() if any(each)}, dtype)
+            changed = {at: each for at, each in found.items() if any(each)}
+            self._joined.hold_adapter(number, changed, dtype, max_rank=self._own_rows.max_rank)
             return
         for linear, parts in zip(self.linears, factors, strict=True):
             if any(parts):
@@ -120,14 +125,14 @@ class ExpertMlp:
     def drop_adapter(self, number: int, dtype: torch.dtype) -> None:
         """Forget an adapter, which no row has any more."""
         if self._joined is not None:
-            self._joined.hold_adapter(number, {}, dtype)
+            self._joined.hold_adapter(number, {}, dtype, max_rank=self._own_rows.max_rank)
         for linear in self.linears:
             linear.drop_adapter(number)
 
     @property
     def _numbers(self) -> torch.Tensor | None:
         """Numbers of the rows' adapters; None: no row has one that changes experts."""
-        return None if self.adapter_rows is None else self.adapter_rows.numbers
+        return None if self._adapter_rows is None else self._adapter_rows.numbers
 
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:

@@ -209,7 +209,14 @@ class NativeExperts(PackedExperts):
         self._held = dict(experts)
         self._columns = max((int(self._table[number].columns) for number in experts), default=0)
 
-    def hold_adapter(self, number: int, factors: Mapping[int, ExpertFactors], dtype: torch.dtype) -> None:
+    def hold_adapter(
+        self,
+        number: int,
+        factors: Mapping[int, ExpertFactors],
+        dtype: torch.dtype,
+        *,
+        max_rank: int,  # noqa: ARG002
+    ) -> None:
         """See `PackedExperts.hold_adapter`."""
         none = (None,) * _EXPERT_PARTS
         each = chain.from_iterable(factors.get(expert, none) for expert in range(self._shape.number))

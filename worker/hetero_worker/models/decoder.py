@@ -118,7 +118,7 @@ class Decoder:
         """Numbers of the adapters that are held."""
         self._experts = [layer.experts for layer in self._layers if layer.experts is not None] if adapts_experts else []
         for experts in self._experts:
-            experts.adapter_rows = self._adapter_rows
+            experts.take_adapters(self._adapter_rows)
         self._embedding: ShardedEmbedding | None = None
         self._layer_embedding: ShardedEmbedding | None = None
         self._layer_inputs: LayerInputs | None = None
@@ -205,11 +205,6 @@ class Decoder:
         for experts in self._experts:
             experts.hold_adapter(number, [next(left) for _ in experts.linears], kernel, self._dtype)
         self.adapters.add(number)
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether this rank holds experts that take adapters."""
-        return bool(self._experts)
 
     def adapter_bytes(self, rank: int) -> int:
         """Return the bytes of an adapter of this rank that changes all that takes adapters."""

@@ -18,7 +18,7 @@ from hetero_api.weight_format import WeightFormat
 from hetero_worker.adapters.low_rank import MAX_ADAPTERS, AdapterRows, LowRank
 from hetero_worker.adapters.peft_files import LowRankFactors
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
-from hetero_worker.kernels.low_rank import FACTORS, add_low_rank, column_blocks
+from hetero_worker.kernels.low_rank import FACTORS, add_low_rank, column_blocks, place_factors
 from hetero_worker.kernels.matmul import linear
 from hetero_worker.kernels.row_product import row_product
 from hetero_worker.layers.linear_kernels import (
@@ -110,15 +110,7 @@ class DeviceLowRank(LowRank):
 
     def hold(self, number: int, factors: Sequence[LowRankFactors | None], dtype: torch.dtype) -> None:
         """See `LowRank.hold`."""
-        kept: list[torch.Tensor] = []
-        entries = torch.zeros(self._table.shape[1:], dtype=torch.int64)
-        for part, each in enumerate(factors):
-            if each is not None:
-                down, up = (factor.to(self._table.device, dtype).contiguous() for factor in each)
-                kept += (down, up)
-                entries[part] = torch.tensor([len(down), down.data_ptr(), up.data_ptr()])
-        self._table[number].copy_(entries)
-        self._held[number] = kept
+        self._held[number] = place_factors(factors, self._table[number], dtype)
 
     def drop(self, number: int) -> None:
         """See `LowRank.drop`."""
