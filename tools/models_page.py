@@ -88,13 +88,14 @@ of E4B in 16 bits. Ranks with heads sum them once a step, and have all of what m
 **Gated delta rule** (Qwen3-Next, Qwen3.5): most layers keep states of each sequence in place of keys and values, 75 MB
 for Qwen3-Next. Ranks hold them for as many sequences as `maxNumSeqs` says, which is counted in their memory, and have
 the heads that are dealt in proportion to KV heads. An eighth of the memory that is left for the KV cache is for
-snapshots of states, and a prefix hit rounds down to one. A native kernel computes the rule on CPU ranks, token by token
+snapshots of states, and a prefix hit rounds down to one. Where tokens are proposed, some snapshots are for the states
+behind these, and text is the same. A native kernel computes the rule on CPU ranks, token by token
 in prefill, too: a row's bits do not depend on the batch or on chunks. On GPUs Triton kernels compute decode rows, and
 torch prompts in chunks; steps are not replayed from graphs.
 
-**Multi-token-prediction heads** (DeepSeek-V3, GLM-4.5 to 4.7, GLM-4.7-Flash) are not a part of the model: they are read
-where `spec.engine.speculative` asks for MTP, or for Auto, and propose tokens ([using.md](using.md#proposed-tokens)).
-Those of Qwen3-Next and Qwen3.5 are not read: their layers keep states, which cannot go back behind a wrong token.
+**Multi-token-prediction heads** (DeepSeek-V3, GLM-4.5 to 4.7, GLM-4.7-Flash, Qwen3-Next, Qwen3.5) are not a part of the
+model: they are read where `spec.engine.speculative` asks for MTP, or for Auto, and propose tokens
+([using.md](using.md#proposed-tokens)).
 
 **Experts that all tokens share** are dealt in proportion to KV heads; routed experts are dealt whole.
 
@@ -138,7 +139,7 @@ def _parts(traits: Architecture) -> Collection[str]:
     experts = traits.experts
     parts = {
         "latent attention": traits.is_latent,
-        "prediction heads": traits.has_prediction_heads,
+        "prediction heads": traits.heads is not None,
         "gated delta rule": traits.delta is not None,
         "gated attention": traits.is_gated,
         "sinks": traits.has_sinks,

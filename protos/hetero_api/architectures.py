@@ -70,6 +70,23 @@ class DeltaTraits:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadTraits:
+    """Multi-token-prediction heads of one architecture. Names of fields are those of config.json."""
+
+    number: str = "num_nextn_predict_layers"
+    """Field that says how many there are."""
+    default: int = 0
+    prefixes: Mapping[str, str] = field(
+        default_factory=lambda: {
+            "model.norm.": "model.layers.{layer}.shared_head.norm.",
+            "model.layers.0.": "model.layers.{layer}.",
+        }
+    )
+    """Beginnings of names in a model of one layer, and what files have for them; the first that fits counts. `layer` is
+    the number of layers before the head."""
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """One architecture. Names of fields are those of config.json, whose defaults these are."""
 
@@ -122,8 +139,8 @@ class Architecture:
     fused_gate_up: bool = False
     """A dense layer's gate and up projections are one tensor, gate first."""
     experts: ExpertTraits | None = None
-    has_prediction_heads: bool = False
-    """num_nextn_predict_layers says how many multi-token-prediction heads lie behind the layers."""
+    heads: HeadTraits | None = None
+    """Multi-token-prediction heads, which files may have."""
     expects: Mapping[str, object] = field(default_factory=dict)
     """Fields of config.json that are supported with this value only, if they are there."""
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -141,8 +158,25 @@ _MIXTRAL_NAMES: Final = ExpertNames(
     "block_sparse_moe", gate="w1", up="w3", down="w2", correction="e_score_correction_bias"
 )
 _SIGMOID: Final = Routing(score="sigmoid", corrected=True)
+_HEADS: Final = HeadTraits()
+_QWEN3_5_HEADS: Final = HeadTraits(
+    number="mtp_num_hidden_layers",
+    prefixes={
+        "model.layers.0.enorm.": "mtp.pre_fc_norm_embedding.",
+        "model.layers.0.hnorm.": "mtp.pre_fc_norm_hidden.",
+        "model.layers.0.eh_proj.": "mtp.fc.",
+        "model.layers.0.": "mtp.layers.0.",
+        "model.norm.": "mtp.norm.",
+    },
+)
 _QWEN3_5: Final = Architecture(
-    qk_norm="head", norm_offset=1.0, head_dim=256, partial_rotary_factor=0.25, is_gated=True, delta=DeltaTraits()
+    qk_norm="head",
+    norm_offset=1.0,
+    head_dim=256,
+    partial_rotary_factor=0.25,
+    is_gated=True,
+    delta=DeltaTraits(),
+    heads=_QWEN3_5_HEADS,
 )
 _GATED_EXPERTS: Final = ExpertTraits(
     ExpertNames(shared="shared_expert", shared_gate="shared_expert_gate"),
@@ -259,14 +293,14 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         use_qk_norm=False,
         partial_rotary_factor=0.5,
         experts=ExpertTraits(routing=_SIGMOID, has_shared=True, first_k_dense_replace=1),
-        has_prediction_heads=True,
+        heads=_HEADS,
         expects={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     ),
     "Glm4MoeLiteForCausalLM": Architecture(
         is_latent=True,
         interleaved_rope=True,
         experts=ExpertTraits(routing=replace(_SIGMOID, scale=1.8), has_shared=True, first_k_dense_replace=1),
-        has_prediction_heads=True,
+        heads=_HEADS,
         expects={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     ),
     "MiniMaxM2ForCausalLM": Architecture(
@@ -287,10 +321,15 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         experts=ExpertTraits(
             routing=replace(_SIGMOID, scale=2.5, groups=8, kept_groups=4), has_shared=True, first_k_dense_replace=3
         ),
-        has_prediction_heads=True,
+        heads=_HEADS,
         expects={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     ),
-    "Qwen3NextForCausalLM": replace(_QWEN3_5, delta=DeltaTraits(by_head=True), experts=_GATED_EXPERTS),
+    "Qwen3NextForCausalLM": replace(
+        _QWEN3_5,
+        delta=DeltaTraits(by_head=True),
+        experts=_GATED_EXPERTS,
+        heads=replace(_QWEN3_5_HEADS, number="num_nextn_predict_layers", default=1),
+    ),
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen3_5MoeForCausalLM": replace(_QWEN3_5, experts=_GATED_EXPERTS, expects={"norm_topk_prob": True}),
     "GptOssForCausalLM": Architecture(

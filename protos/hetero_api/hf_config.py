@@ -266,8 +266,11 @@ class HfConfig:
         return readers, is_wide
 
     def prediction_heads(self) -> int:
-        """Return the number of multi-token-prediction heads behind the layers."""
-        return self._whole("num_nextn_predict_layers", 0, at_least=0) if self.traits.has_prediction_heads else 0
+        """Return the number of multi-token-prediction heads; those with a vocabulary of their own do not count."""
+        traits = self.traits.heads
+        if traits is None or self.fields.get("mtp_use_dedicated_embeddings"):
+            return 0
+        return self._whole(traits.number, traits.default, at_least=0)
 
     def latent(self) -> LatentShape | None:
         """Return the shape of latent attention; None where attention is the usual one."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from hetero_api.architectures import SUPPORTED_ARCHITECTURES
+from hetero_api.architectures import ARCHITECTURES, SUPPORTED_ARCHITECTURES
 from hetero_api.errors import ModelError
 from hetero_api.gguf_config import read_gguf_config
 from hetero_api.gguf_model import gguf_files, gguf_header, gguf_weights
@@ -137,12 +137,14 @@ class ModelConfig:
         if not self.num_prediction_heads:
             return None
         experts = replace(self.experts, layers=(0,)) if self.experts is not None else None
-        return replace(self, num_layers=1, num_prediction_heads=0, follows_states=True, experts=experts)
+        return replace(self, num_layers=1, num_prediction_heads=0, follows_states=True, experts=experts, delta=None)
 
     @property
-    def prediction_head_tensor(self) -> str:
-        """Name of a tensor that checkpoints with prediction heads have."""
-        return f"model.layers.{self.num_layers}.enorm.weight"
+    def prediction_head_prefixes(self) -> Mapping[str, str]:
+        """Beginnings of names of the prediction head's tensors, and what files have for them; see HeadTraits."""
+        heads = ARCHITECTURES[self.architecture].heads
+        prefixes = heads.prefixes if heads is not None else {}
+        return {name: stored.format(layer=self.num_layers) for name, stored in prefixes.items()}
 
     @property
     def states_width(self) -> int:
@@ -421,9 +423,14 @@ class ModelConfig:
             model = cls.from_hf(config, generation=extra, source=f"{files[0]} as a {CONFIG_FILE}")
         else:
             model = cls.from_hf(read_config(path), generation=extra, source=str(path))
-        if model.num_prediction_heads and (files or not may_hold_tensor(directory, model.prediction_head_tensor)):
+        if model.num_prediction_heads and (files or not may_hold_tensor(directory, model._head_norm)):
             model = replace(model, num_prediction_heads=0)  # many conversions leave them out
         return model._in_gguf(files, divisors) if files else model
+
+    @property
+    def _head_norm(self) -> str:
+        """Name of a tensor that files with prediction heads have."""
+        return f"{self.prediction_head_prefixes['model.norm.']}weight"
 
     def _in_gguf(self, files: tuple[Path, ...], divisors: tuple[float, ...]) -> ModelConfig:
         """Return the same model in GGUF files, whose norms include the offset. Raises ModelError."""

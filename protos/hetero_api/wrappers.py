@@ -29,7 +29,7 @@ _PREFIXES: Final[Mapping[str, str]] = {
     "model.language_model.": "model.",
 }
 """Prefixes of the text part's tensors in a wrapper's files, and of the same tensors in a text model's."""
-_SAME_IN_BOTH: Final = "lm_head."
+_SAME_IN_BOTH: Final = ("lm_head.", "mtp.")
 
 
 def text_fields(fields: Mapping[str, Any], source: str) -> Mapping[str, Any]:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import pytest
 
@@ -20,7 +18,7 @@ from tests.support.helm import CHART, Helm
 from tests.support.image_archives import BASE_LAYERS, Image, file, write_saved
 from tests.support.kube.client import is_established
 from tests.support.kube.tools import find_helm
-from tests.support.oci_registry import OciRegistry
+from tests.support.oci_registry import OciRegistry, SigningKeys
 from tools.images.__main__ import write_sums
 from tools.images.archive import read_archive, rewrite
 from tools.images.catalogue import ROOT, named_images
@@ -36,37 +34,9 @@ EXAMPLE = ROOT / "examples/smollm2-cpu.yaml"
 TIME = 1_700_000_000
 
 
-@dataclass(frozen=True)
-class Keys:
-    """A pair of keys as docs/releases.md makes them."""
-
-    folder: Path
-    options: tuple[str, ...]
-
-    @classmethod
-    def make(cls, folder: Path, *, passphrase: str) -> Self:
-        private, secret = folder / "release.key", folder / "passphrase"
-        secret.write_text(f"{passphrase}\n")
-        cipher = ["-aes-256-cbc", "-pass", f"file:{secret}"] if passphrase else []
-        make = ["genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256", *cipher, "-out", str(private)]
-        public = ["-pubout", "-out", str(folder / "release.pub")]
-        show = ["pkey", "-in", str(private), "-passin", f"file:{secret}", *public]
-        for command in (make, show):
-            subprocess.run(["openssl", *command], check=True, capture_output=True)
-        return cls(folder, (f"--key={private}", *((f"--passphrase-file={secret}",) if passphrase else ())))
-
-    @property
-    def private(self) -> Path:
-        return self.folder / "release.key"
-
-    @property
-    def public(self) -> Path:
-        return self.folder / "release.pub"
-
-
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
-    return Keys.make(tmp_path_factory.mktemp("keys"), passphrase="long enough")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> SigningKeys:
+    return SigningKeys.make(tmp_path_factory.mktemp("keys"), passphrase="long enough")
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +69,7 @@ def push(folder: Path, registry: OciRegistry, *options: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def pushed(registry: OciRegistry, keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pushed(registry: OciRegistry, keys: SigningKeys, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a release that was pushed, signed."""
     folder = make_release(tmp_path_factory.mktemp("release") / "dist")
     assert push(folder, registry, *keys.options) == 0
@@ -156,9 +126,9 @@ def chart_digest(registry: OciRegistry) -> str:
 
 
 def test_signatures_are_those_of_the_key_over_the_digest_and_the_name(
-    registry: OciRegistry, pushed: Path, keys: Keys, tmp_path: Path
+    registry: OciRegistry, pushed: Path, keys: SigningKeys, tmp_path: Path
 ) -> None:
-    stranger = Keys.make(tmp_path, passphrase="")
+    stranger = SigningKeys.make(tmp_path, passphrase="")
     for name, digest in {**digests_in(pushed), NAME: chart_digest(registry)}.items():
         whole = f"{PLACE}/{name}"
         assert registry.signed_identities(whole, digest, keys.public, tmp_path) == [f"{registry.address}/{whole}"]
@@ -166,9 +136,10 @@ def test_signatures_are_those_of_the_key_over_the_digest_and_the_name(
 
 
 def test_a_second_signature_joins_the_first_and_the_same_is_not_made_twice(
-    registry: OciRegistry, keys: Keys, tmp_path: Path
+    registry: OciRegistry, keys: SigningKeys, tmp_path: Path
 ) -> None:
-    second, folder, place = Keys.make(tmp_path, passphrase=""), make_release(tmp_path / "dist", content="3"), "twice"
+    second = SigningKeys.make(tmp_path, passphrase="")
+    folder, place = make_release(tmp_path / "dist", content="3"), "twice"
     for options in (keys.options, keys.options, second.options):
         assert main(["push", str(folder), f"{registry.address}/{place}", "--plain-http", *options], {}) == 0
     for name, digest in digests_in(folder).items():
@@ -179,7 +150,7 @@ def test_a_second_signature_joins_the_first_and_the_same_is_not_made_twice(
 
 
 def test_a_key_that_cosign_would_not_take_is_refused(
-    registry: OciRegistry, keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    registry: OciRegistry, keys: SigningKeys, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_release(tmp_path / "dist")
     assert push(folder, registry, f"--key={keys.private}") == 1

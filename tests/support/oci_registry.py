@@ -1,4 +1,4 @@
-"""A real OCI registry on this machine (Debian's docker-registry), and what is in it, asked by plain HTTP."""
+"""A real OCI registry on this machine (Debian's docker-registry), what is in it, and keys that sign it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import httpx
 import pytest
@@ -76,3 +77,31 @@ class OciRegistry(ServedProgram):
         }
         (self._folder / "config.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
         return ["docker-registry", "serve", str(self._folder / "config.yaml")]
+
+
+@dataclass(frozen=True)
+class SigningKeys:
+    """A pair of keys as docs/releases.md makes them."""
+
+    folder: Path
+    options: tuple[str, ...]
+
+    @classmethod
+    def make(cls, folder: Path, *, passphrase: str) -> Self:
+        private, secret = folder / "release.key", folder / "passphrase"
+        secret.write_text(f"{passphrase}\n")
+        cipher = ["-aes-256-cbc", "-pass", f"file:{secret}"] if passphrase else []
+        make = ["genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256", *cipher, "-out", str(private)]
+        public = ["-pubout", "-out", str(folder / "release.pub")]
+        show = ["pkey", "-in", str(private), "-passin", f"file:{secret}", *public]
+        for command in (make, show):
+            subprocess.run(["openssl", *command], check=True, capture_output=True)
+        return cls(folder, (f"--key={private}", *((f"--passphrase-file={secret}",) if passphrase else ())))
+
+    @property
+    def private(self) -> Path:
+        return self.folder / "release.key"
+
+    @property
+    def public(self) -> Path:
+        return self.folder / "release.pub"

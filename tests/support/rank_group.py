@@ -244,11 +244,13 @@ class PlanBuilder:
         from_snapshot: int | None = None,
         snapshots: Mapping[int, int] | None = None,
         proposed: Sequence[int] = (),
+        saved: Sequence[int] = (),
     ) -> None:
         """Compute so many tokens (all that are left when None); samples when it reaches the last.
 
         `snapshots`: those to take of its states, by the number of tokens that they are behind. `proposed`: tokens that
         may follow the last; the caller takes in what came of them.
+        `saved`: the snapshots of the states behind each token before those.
         """
         sequence = self.sequences[slot]
         left = len(sequence.tokens) - sequence.computed
@@ -257,7 +259,7 @@ class PlanBuilder:
         reached = sequence.computed + len(proposed)
         needed = max(0, -(-reached // self._group.block_size) - len(sequence.blocks))
         if proposed:
-            self._plan.proposals.add(slot=slot, token_ids=proposed)
+            self._plan.proposals.add(slot=slot, token_ids=proposed, snapshots=saved)
         new_blocks = [self._free.pop(0) for _ in range(needed)]
         sequence.blocks.extend(new_blocks)
         self._plan.block_slots.extend([slot] * needed)

@@ -102,8 +102,6 @@ def bounds_of(spec: HeteroInferenceSpec, config: ModelConfig, draft: ModelConfig
 
 def proposing_kind(spec: SpeculativeSpec, config: ModelConfig) -> SpeculationKind:
     """Return the way in which tokens are proposed to the model: NGram, Draft or MTP; None: not at all."""
-    if config.delta is not None:
-        return SpeculationKind.NONE
     if spec.kind != SpeculationKind.AUTO:
         return spec.kind
     if spec.draft is not None:

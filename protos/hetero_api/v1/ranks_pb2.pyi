@@ -1503,21 +1503,29 @@ class Proposal(_message.Message):
 
     SLOT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SNAPSHOTS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """The slot, one of decode_slots."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens, at least one."""
 
+    @_builtins.property
+    def snapshots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """If the model keeps states: a snapshot for each of the tokens, that of the states behind the token before it. The slot
+        goes back to one of them where a proposed token is wrong; no other proposal of the plan has the same.
+        """
+
     def __init__(
         self,
         *,
         slot: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        snapshots: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slot", b"slot", "snapshots", b"snapshots", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

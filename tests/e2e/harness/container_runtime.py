@@ -35,6 +35,10 @@ class Runtime:
         return self.folder / "root"
 
     @property
+    def _registries(self) -> Path:
+        return self.folder / "registries"
+
+    @property
     def endpoint(self) -> str:
         return f"unix://{self.socket}"
 
@@ -58,6 +62,13 @@ class Runtime:
     def load(self, archive: Path) -> None:
         """Import a docker or OCI archive under the names that it has."""
         self._ctr("--namespace", IMAGES, "images", "import", str(archive))
+
+    def trust_plain_http(self, registry: str) -> None:
+        """Pull from the registry at HOST:PORT without TLS, from now on."""
+        folder = self._registries / registry
+        folder.mkdir(parents=True)
+        # A `server` alone is not read by containerd 1.6.
+        (folder / "hosts.toml").write_text(f'[host."http://{registry}"]\ncapabilities = ["pull", "resolve"]\n')
 
     def link_images(self, other: Runtime) -> None:
         """Take over the images of another node. Both daemons must be stopped.
@@ -113,4 +124,6 @@ state = "{self.folder}/state"
   [{cri}.cni]
     bin_dir = "{self.programs.cni}"
     conf_dir = "{plugins}"
+  [{cri}.registry]
+    config_path = "{self._registries}"
 """

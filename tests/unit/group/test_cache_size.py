@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from hetero_api.model_parts import DeltaShape
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.group.cache_size import asked_cache, first_cache, layout_of
 from hetero_gateway.group.errors import CacheSizeError, InvalidCommand
@@ -171,3 +173,20 @@ def test_a_reset_is_bound_by_the_explicit_size_too() -> None:
         InvalidCommand, match=r"has 2000 bytes \(spec\.engine\.kvCacheMemoryBytes\), room for 61 blocks"
     ):
         asked(settings=with_explicit("2000"), num_blocks=62)
+
+
+@pytest.mark.parametrize(("kind", "room", "fits"), [("NGram", 2, True), ("NGram", 1, False), ("Auto", 1, True)])
+def test_proposals_to_a_model_with_states_want_snapshots(kind: str, room: int, fits: bool) -> None:
+    settings = group_settings(engine={"blockSize": 4, "maxNumSeqs": 4, "speculative": {"kind": kind}})
+    delta = DeltaShape(layers=(0,), key_heads=3, value_heads=3, key_dim=4, value_dim=4, taps=2)
+    settings = replace(settings, config=replace(settings.config, delta=delta))
+    report = ranks_pb2.Loaded(
+        kv_budget_bytes=10_000, kv_bytes_per_token=8, snapshot_bytes=100, snapshot_budget_bytes=100 * room
+    )
+    if fits:
+        assert first_cache(settings, [report, report]).num_snapshots == room
+        return
+    with pytest.raises(
+        CacheSizeError, match=r"speculative\.kind: NGram needs room for 2 snapshots.* room for 1; lower"
+    ):
+        first_cache(settings, [report, report])

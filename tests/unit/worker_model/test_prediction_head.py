@@ -56,7 +56,7 @@ LAYOUTS: Mapping[str, tuple[Shares, Mapping[str, Any]]] = {
     "GPU and CPU": (TWO, {"num_gpu_ranks": 1, "make_graphs": TapeBackend, "batch_invariant": True}),
 }
 DRAFTING = SpeculationConfig(max_tokens=5, drafts=True, has_head=True)
-MODELS = ("deepseek-v3", "glm4-moe")
+MODELS = ("deepseek-v3", "glm4-moe", "qwen3-next")
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +93,11 @@ def head_of(group: RankGroup) -> PredictionHead:
     return head
 
 
-def step(builder: PlanBuilder, *, drafts: int, proposed: Sequence[int] = ()) -> Sequence[int]:
+def step(
+    builder: PlanBuilder, *, drafts: int, proposed: Sequence[int] = (), keeps_states: bool = False
+) -> Sequence[int]:
     """Decode slot 0, let the head draft so many tokens behind it, and return them."""
-    builder.schedule(0, proposed=list(proposed))
+    builder.schedule(0, proposed=list(proposed), saved=range(len(proposed)) if keeps_states else ())
     plan = builder.take_plan()
     if drafts:
         plan.draft_slots.append(0)
@@ -113,7 +115,8 @@ def differences(logits: list[torch.Tensor], expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    "variant", ["deepseek-v3", "deepseek-v3-yarn", "glm4-moe", "glm4-moe-grouped", "glm4-moe-lite"]
+    "variant",
+    ["deepseek-v3", "deepseek-v3-yarn", "glm4-moe", "glm4-moe-grouped", "glm4-moe-lite", "qwen3-next", "qwen3.5-moe"],
 )
 @pytest.mark.parametrize("layout", ["one", "stages", "GPU and CPU"])
 def test_drafts_are_those_of_the_formula(tmp_path: Path, variant: str, layout: str) -> None:
@@ -123,6 +126,8 @@ def test_drafts_are_those_of_the_formula(tmp_path: Path, variant: str, layout: s
     if changes:
         edit_config(tmp_path, mlp_layer_types=changes["mlp_layer_types"][:LAYERS])
     shares, options = LAYOUTS[layout]
+    if headed.offset:
+        options = {**options, "num_snapshots": 4}
     group, logits = drafting_group(headed.directory, shares, block_size=32, **options)
     builder = PlanBuilder(group)
     builder.start(0, [5, 6, 7, 8, 9, 10, 11, 12, 13])
@@ -134,7 +139,7 @@ def test_drafts_are_those_of_the_formula(tmp_path: Path, variant: str, layout: s
     proposed: Sequence[int] = ()
     for _ in range(3):
         logits.clear()
-        drafts = step(builder, drafts=3, proposed=proposed)
+        drafts = step(builder, drafts=3, proposed=proposed, keeps_states=bool(headed.offset))
         known = builder.sequences[0].tokens
         assert differences(logits, headed.drafted(known, ahead=list(drafts[:-1]))) < 1e-4
         proposed = right_then_wrong(headed, known)
@@ -203,8 +208,16 @@ def test_tokens_are_those_without_a_head(saved: Mapping[str, Path], layout: str)
 
 
 def assert_fewer_steps(number: int, model: Path, layout: str, temperature: float) -> None:
-    plain, proposing = prompts_with_drafts(number, model, LAYOUTS[layout], temperature, has_prediction_head=True)
+    shares, options = LAYOUTS[layout]
+    if ModelConfig.from_directory(model).delta is not None:
+        options = {**options, "num_snapshots": 24}
+    plain, proposing = prompts_with_drafts(number, model, (shares, options), temperature, has_prediction_head=True)
     assert proposing < plain
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_of_a_model_with_states_are_those_without_a_head(saved: Mapping[str, Path], layout: str) -> None:
+    assert_fewer_steps(20, saved["qwen3-next"], layout, 0.6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -316,7 +329,8 @@ def test_a_head_counts_only_if_the_files_have_it(tmp_path: Path) -> None:
     tensors = {name: each for name, each in load_file(directory / "model.safetensors").items() if ".3." not in name}
     save_file(tensors, directory / "model.safetensors")
     assert ModelConfig.from_directory(directory).num_prediction_heads == 0
-    index = {"weight_map": dict.fromkeys([*tensors, config.prediction_head_tensor], "model.safetensors")}
+    norm = f"{config.prediction_head_prefixes['model.norm.']}weight"
+    index = {"weight_map": dict.fromkeys([*tensors, norm], "model.safetensors")}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     assert ModelConfig.from_directory(directory).num_prediction_heads == 1
 

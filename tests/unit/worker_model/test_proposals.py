@@ -57,6 +57,12 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def qwen3_next(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of three keep states of sequences."""
+    return save_tiny("qwen3-next", tmp_path_factory.mktemp("qwen3-next")).directory
+
+
+@pytest.fixture(scope="module")
 def smaller(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model without its last layer."""
     return without_layers(qwen3, tmp_path_factory.mktemp("smaller"), number=1)
@@ -90,8 +96,15 @@ def serve(
         enable_prefix_caching=True,
         eos_token_ids=frozenset({2}),
         vocab_size=VOCAB_SIZE,
+        keeps_states=group.requests[0].config.delta is not None,
+        speculation=SpeculationConfig(max_tokens=6) if speculator is not None else None,
     )
-    scheduler = Scheduler(config, num_blocks=group.num_blocks, speculator=speculator or Speculator(None))
+    scheduler = Scheduler(
+        config,
+        num_blocks=group.num_blocks,
+        num_snapshots=group.num_snapshots,
+        speculator=speculator or Speculator(None),
+    )
     told: dict[str, list[tuple[int, bytes]]] = {}
     in_flight, waiting = StepsInFlight(), sorted(asked, key=lambda each: each.turn)
     for turn in range(10_000):
@@ -149,6 +162,25 @@ def test_tokens_are_those_without_proposals(qwen3: Path, layout: str) -> None:
     asked = random_requests(3, 14, vocabulary=VOCAB_SIZE)
     expected, plain = serve(group, asked)
     told, proposing = serve(group, asked, speculator_of(expected, rate=0.8))
+    assert told == expected
+    proposed, accepted = proposing.token_ids
+    assert 0 < accepted < proposed
+    assert proposing.step_id < plain.step_id
+
+
+STATEFUL: Mapping[str, tuple[Shares, Mapping[str, Any]]] = {
+    name: (shares, {**options, "num_snapshots": 12}) for name, (shares, options) in LAYOUTS.items() if name != "torch"
+} | {"token by token": (ONE, {"native": False, "num_snapshots": 12, "batch_invariant": True})}
+
+
+@pytest.mark.parametrize("layout", STATEFUL)
+def test_states_go_back_behind_a_token_that_was_wrong(qwen3_next: Path, layout: str) -> None:
+    """Snapshots are short, so proposals are, too; prefixes begin from those that are left."""
+    shares, options = STATEFUL[layout]
+    group = RankGroup(qwen3_next, shares, keeps_logits=False, num_blocks=40, **options)
+    asked = random_requests(5, 14, vocabulary=VOCAB_SIZE)
+    expected, plain = serve(group, asked)
+    told, proposing = serve(group, asked, speculator_of(expected, rate=0.6))
     assert told == expected
     proposed, accepted = proposing.token_ids
     assert 0 < accepted < proposed
@@ -437,11 +469,34 @@ def test_a_proposal_that_does_not_fit_is_refused(proposals: list[tuple[int, list
     )
     if problem is None:
         PlanCheck(bounds()).run(plan, counts)
-        problem, keeps_states = "whose states could not go back", True
-    else:
-        keeps_states = False
+        return
     with pytest.raises(ProtocolError, match=problem):
-        PlanCheck(bounds(keeps_states=keeps_states)).run(plan, counts)
+        PlanCheck(bounds()).run(plan, counts)
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "problem"),
+    [
+        ([[], [1]], "slot 0 with 0 snapshots, it needs 2"),
+        ([[0, 1], [3]], "slot 1 uses snapshot 3, there are 3"),
+        ([[0, 1], [1]], "two proposed tokens in one snapshot"),
+        ([[0, 2], [1]], None),
+    ],
+)
+def test_states_behind_each_proposed_token_have_a_snapshot(snapshots: list[list[int]], problem: str | None) -> None:
+    counts = SlotCounts(6)
+    for slot in range(2):
+        counts.set(slot, num_tokens=3, num_computed=2, num_blocks=2)
+    proposals = [
+        ranks_pb2.Proposal(slot=slot, token_ids=[3, 4][: 2 - slot], snapshots=own) for slot, own in enumerate(snapshots)
+    ]
+    plan = ranks_pb2.StepPlan(step_id=1, decode_slots=[0, 1], proposals=proposals)
+    check = PlanCheck(replace(bounds(keeps_states=True), max_num_seqs=6, num_snapshots=3))
+    if problem is None:
+        check.run(plan, counts)
+        return
+    with pytest.raises(ProtocolError, match=problem):
+        check.run(plan, counts)
 
 
 def test_proposals_share_the_bounds_of_a_step() -> None:

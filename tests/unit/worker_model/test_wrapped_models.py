@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hetero_api.errors import ModelError
+from hetero_api.wrappers import text_tensors
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares
 from tests.support.tiny_checkpoints import WRAPPED, TinyCheckpoint, edit_config, save_wrapped
@@ -92,3 +93,9 @@ def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
         Checkpoint(tmp_path),
     ):
         pass
+
+
+def test_a_prediction_head_is_a_part_of_the_text() -> None:
+    stored = ["model.language_model.norm.weight", "mtp.fc.weight", "model.visual.norm.weight", "lm_head.weight"]
+    names = ["model.norm.weight", "mtp.fc.weight", "lm_head.weight"]
+    assert list(text_tensors(stored)) == names

@@ -114,6 +114,13 @@ def max_running(config: EngineConfig) -> int:
     return min(config.max_num_seqs, config.max_num_batched_tokens)
 
 
+def num_proposal_snapshots(config: EngineConfig, num_snapshots: int) -> int:
+    """Return how many of the snapshots of states are for those behind proposed tokens."""
+    if config.speculation is None or not config.keeps_states:
+        return 0
+    return min(num_snapshots // 2, config.max_num_seqs)
+
+
 def does_not_fit(num_prompt: int, max_tokens: int, *, at_once: int, cache: CacheSize) -> InvalidRequest:
     """Return the error that so many tokens do not fit, with the arithmetic."""
     # The last token is never fed back, so its KV takes no room.

@@ -25,7 +25,7 @@ from typing import cast
 from hetero_api.v1 import ranks_pb2
 from hetero_api.v1.admin_pb2 import GetStatsResponse
 from hetero_gateway.engine.block_pool import BlockPool, CacheLog, StateSnapshots
-from hetero_gateway.engine.config import CacheSize, EngineConfig, max_running
+from hetero_gateway.engine.config import CacheSize, EngineConfig, max_running, num_proposal_snapshots
 from hetero_gateway.engine.request import Completion
 from hetero_gateway.engine.step import NO_DECODES, DecodeView, TakenSnapshot
 
@@ -48,10 +48,16 @@ class RunningBatch:
         log: CacheLog | None = None,
     ) -> None:
         self._counts = counts
+        places = num_proposal_snapshots(config, num_snapshots)
+        self.proposal_snapshots = range(num_snapshots - places, num_snapshots)
+        """Snapshots for the states behind proposed tokens; none where the model keeps no states."""
+        num_snapshots -= places
         self._caching = config.enable_prefix_caching and (num_snapshots > 0 or not config.keeps_states)
         self._max_running = max_running(config)
         self.max_draws = config.max_num_seqs
         """Most draws of a step."""
+        self.max_proposed = places if config.keeps_states else self.max_draws
+        """Most proposed tokens of a step."""
         self.pool = BlockPool(num_blocks=num_blocks, log=log)
         self.cache = CacheSize(
             num_blocks=self.pool.capacity, block_size=block_size, shares_prompts=not config.keeps_states

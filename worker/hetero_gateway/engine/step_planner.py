@@ -7,6 +7,7 @@ docstring says what must hold of that; here it is made true. A planner lives as 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from hetero_api.v1 import ranks_pb2
 from hetero_api.v1.admin_pb2 import GetStatsResponse
@@ -49,7 +50,12 @@ class StepPlanner:
             return None
         last_draws = self._batch.decodes.advance() if decodes.slots else ()
         last_draws += self._let_prefilled_decode(draft)
-        return draft.step(decodes=decodes, last_draws=last_draws, released_slots=self._batch.slots.take_released())
+        return draft.step(
+            decodes=decodes,
+            last_draws=last_draws,
+            released_slots=self._batch.slots.take_released(),
+            proposal_snapshots=self._batch.proposal_snapshots,
+        )
 
     def plan_release(self) -> ScheduledStep | None:
         """Return a step that computes nothing: ranks drop the slots of what has ended. None if there are none."""
@@ -109,7 +115,7 @@ class StepPlanner:
     ) -> None:
         """Add proposals of tokens for completions that decode, as far as draws, budget and blocks go."""
         draws = len(completions) + sum(span.sample for span in draft.spans)
-        most = min(budget, self._batch.max_draws - draws)
+        most = min(budget, self._batch.max_draws - draws, self._batch.max_proposed)
         for completion, proposed in speculator.proposals(completions, most=most).items():
             tokens = self._batch.fitting(completion, proposed)
             if tokens:
@@ -248,9 +254,14 @@ class StepDraft:
             span.snapshots.add(num_tokens=taken.num_tokens, snapshot=taken.snapshot)
 
     def step(
-        self, *, decodes: DecodeView, last_draws: tuple[Completion, ...], released_slots: list[int]
+        self,
+        *,
+        decodes: DecodeView,
+        last_draws: tuple[Completion, ...],
+        released_slots: list[int],
+        proposal_snapshots: Sequence[int] = (),
     ) -> ScheduledStep:
-        """Return the complete step. Its plan gets an id when it is sent."""
+        """Return the complete step. Its plan gets an id when it is sent. Each proposed token has a snapshot, if any."""
         sampling = [span.completion for span in self.spans if span.sample]
         masked = (*decodes.masked, *(completion for completion in sampling if completion.is_masked))
         self.plan.released_slots.extend(released_slots)
@@ -258,8 +269,9 @@ class StepDraft:
         self.plan.block_ids.extend(self.block_ids)
         self.plan.decode_slots.extend(decodes.slots)
         self.plan.masked_slots.extend(completion.slot for completion in masked)
+        snapshots = iter(proposal_snapshots)
         for slot, token_ids in self.proposals.items():
-            self.plan.proposals.add(slot=slot, token_ids=token_ids)
+            self.plan.proposals.add(slot=slot, token_ids=token_ids, snapshots=islice(snapshots, len(token_ids)))
         return ScheduledStep(
             plan=self.plan,
             decodes=decodes,

@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from hetero_api.spec import SpeculationKind
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.group.errors import CacheSizeError, InvalidCommand
 from hetero_gateway.group.settings import ExpectedPlace, GroupSettings
 
 MAX_BLOCKS: Final = 1 << 31
+_FEWEST_SNAPSHOTS: Final = 2
+"""One for the states behind a proposed token, and one for a prompt's."""
 
 
 def layout_of(cache: ranks_pb2.AllocateCache, settings: GroupSettings) -> admin_pb2.CacheLayout.ValueType:
@@ -26,7 +29,9 @@ def layout_of(cache: ranks_pb2.AllocateCache, settings: GroupSettings) -> admin_
 
 def first_cache(settings: GroupSettings, loaded: Sequence[ranks_pb2.Loaded]) -> ranks_pb2.AllocateCache:
     """Return the resource's own cache, from what the ranks reported, in rank order. Raises CacheSizeError."""
-    return _cache_of(_choose_num_blocks(settings, loaded, settings.block_size), settings.block_size, loaded)
+    cache = _cache_of(_choose_num_blocks(settings, loaded, settings.block_size), settings.block_size, loaded)
+    _check_proposals(settings, loaded, cache)
+    return cache
 
 
 def asked_cache(
@@ -50,6 +55,22 @@ def _cache_of(num_blocks: int, block_size: int, loaded: Sequence[ranks_pb2.Loade
     room = [rank.snapshot_budget_bytes // rank.snapshot_bytes for rank in loaded if rank.snapshot_bytes]
     num_snapshots = min([num_blocks - 1, *room]) if room else 0
     return ranks_pb2.AllocateCache(num_blocks=num_blocks, block_size=block_size, num_snapshots=num_snapshots)
+
+
+def _check_proposals(
+    settings: GroupSettings, loaded: Sequence[ranks_pb2.Loaded], cache: ranks_pb2.AllocateCache
+) -> None:
+    """Raise CacheSizeError where tokens are to be proposed, and no rank could go back behind a wrong one."""
+    kind = settings.spec.engine.speculative.kind
+    if settings.config.delta is None or kind in (SpeculationKind.NONE, SpeculationKind.AUTO):
+        return
+    if cache.num_snapshots < _FEWEST_SNAPSHOTS:
+        size = max(report.snapshot_bytes for report in loaded)
+        raise CacheSizeError(
+            f"spec.engine.speculative.kind: {kind} needs room for {_FEWEST_SNAPSHOTS} snapshots of a sequence's "
+            f"states, of {size} bytes on a rank, and there is room for {cache.num_snapshots}; lower "
+            "spec.model.maxModelLen or spec.engine.maxNumSeqs, or use Auto or None"
+        )
 
 
 def _asked_block_size(request: admin_pb2.ResetCacheRequest, settings: GroupSettings) -> int:

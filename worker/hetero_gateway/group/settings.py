@@ -271,13 +271,7 @@ def _model_problems(spec: HeteroInferenceSpec, config: ModelConfig) -> list[str]
         problems.append(
             f"spec.model.maxModelLen: {asked} is more than the {config.max_position} positions of the model"
         )
-    kind = spec.engine.speculative.kind
-    if config.delta is not None and kind not in (SpeculationKind.NONE, SpeculationKind.AUTO):
-        problems.append(
-            f"spec.engine.speculative.kind: {kind}, but layers of this model keep states of sequences, which cannot go "
-            "back behind a token that was wrong; use None or Auto"
-        )
-    elif kind == SpeculationKind.MTP and not config.num_prediction_heads:
+    if spec.engine.speculative.kind == SpeculationKind.MTP and not config.num_prediction_heads:
         problems.append(
             "spec.engine.speculative.kind: MTP, but these files have no multi-token-prediction head "
             "(num_nextn_predict_layers in config.json, and its tensors); take files that have one, or kind NGram or "

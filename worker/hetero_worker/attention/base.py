@@ -36,6 +36,9 @@ class DecodeRows:
     """[rows, at least blocks of the longest]: block ids; entries behind a row's last block are not read."""
     slots: SlotArray = field(default_factory=lambda: NO_SLOTS)
     """[rows]: where each sequence's states lie; models without states do not read it."""
+    saves: IntArray | None = None
+    """[rows]: where a copy of the states behind each row is saved, below 0 for none; None: none is. Only such rows are
+    followed by another one of the same sequence."""
 
     @property
     def num_rows(self) -> int:
@@ -80,6 +83,11 @@ class AttentionBatch:
     """int64 [tokens], on the backend's device: the cache slot of each token, block id · block size + offset."""
     decode: DecodeRows
     prefills: tuple[PrefillSpan, ...]
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether rows decode and save no states: such batches of one size are computed by the same operations."""
+        return not self.prefills and self.decode.saves is None
 
 
 @dataclass(frozen=True, slots=True)

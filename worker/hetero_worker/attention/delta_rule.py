@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional as F
 
 from hetero_api.rank_memory import DELTA_CHUNK, SEQUENCES_AT_ONCE
-from hetero_worker.attention.base import AttentionBatch, IntArray, PrefillSpan, SlotArray, StepAttention
+from hetero_worker.attention.base import AttentionBatch, DecodeRows, IntArray, PrefillSpan, SlotArray, StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.memory.streams import to_device
 
@@ -85,12 +85,12 @@ class StateRows(NamedTuple):
     def before(self, cache: LayerCache) -> None:
         """Copy the states that the sequence begins with."""
         if self.states_from is not None:
-            _copy_states(cache, self.states_from, int(self.slots[0]))
+            cache.copy_states(self.states_from, int(self.slots[0]))
 
     def behind(self, cache: LayerCache) -> None:
         """Save the states that the sequence has come to."""
         if self.states_to is not None:
-            _copy_states(cache, int(self.slots[0]), self.states_to)
+            cache.copy_states(int(self.slots[0]), self.states_to)
 
 
 def state_rows(batch: AttentionBatch) -> list[StateRows]:
@@ -137,11 +137,6 @@ def compute_rows(
     rows.behind(cache)
 
 
-def _copy_states(cache: LayerCache, source: int, target: int) -> None:
-    for states in (cache.keys, cache.values):
-        states[target].copy_(states[source])
-
-
 def rows_in_chunks(batch: AttentionBatch) -> list[PlacedRows]:
     """Return decode rows, some at once, then spans in parts that end where states are saved."""
     device = batch.slot_mapping.device
@@ -159,12 +154,23 @@ def _placed(rows: StateRows, device: torch.device) -> PlacedRows:
 
 
 def _rows_of(batch: AttentionBatch, *, at_once: int, by_token: bool = False) -> Iterator[StateRows]:
-    decode = batch.decode
-    for begin in range(0, decode.num_rows, at_once or 1):
-        end = min(begin + at_once, decode.num_rows)
-        yield StateRows(begin, end, decode.slots[begin:end], decode.lengths[begin:end])
+    yield from _decode_rows(batch.decode, at_once=at_once)
     for span in batch.prefills:
         yield from _parts_of(span, by_token=by_token)
+
+
+def _decode_rows(decode: DecodeRows, *, at_once: int) -> Iterator[StateRows]:
+    """Yield rows of different sequences together, but a row whose states are saved by itself."""
+    saved = [] if decode.saves is None else np.flatnonzero(decode.saves >= 0).tolist()
+    begin = 0
+    for row in (*saved, decode.num_rows):
+        for first in range(begin, row, at_once or 1):
+            end = min(first + at_once, row)
+            yield StateRows(first, end, decode.slots[first:end], decode.lengths[first:end])
+        if decode.saves is not None and row < decode.num_rows:
+            own = slice(row, row + 1)
+            yield StateRows(row, row + 1, decode.slots[own], decode.lengths[own], states_to=int(decode.saves[row]))
+        begin = row + 1
 
 
 def _parts_of(span: PrefillSpan, *, by_token: bool) -> Iterator[StateRows]:

@@ -30,6 +30,7 @@ class LayerCache:
     keys: torch.Tensor
     values: torch.Tensor
     block_size: int
+    has_states: bool = False
 
     @classmethod
     def allocate(
@@ -60,6 +61,11 @@ class LayerCache:
     def num_bytes(self) -> int:
         """Size of keys and values."""
         return self.keys.nbytes + (0 if self.values is self.keys else self.values.nbytes)
+
+    def copy_states(self, source: int, target: int) -> None:
+        """Copy the states of one row to another one; for a layer that has states."""
+        for states in (self.keys, self.values):
+            states[target].copy_(states[source])
 
     def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put [tokens, kv_heads, head_dim] at int64 [tokens] slots, in the cache's type."""

@@ -12,7 +12,7 @@ the directory is of another format, and list the function in `_SPECIAL`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -216,17 +216,14 @@ class Checkpoint:
 class HeadCheckpoint(Checkpoint):
     """An open model directory of whose layers only the first multi-token-prediction head is seen, as layer 0."""
 
-    def __init__(self, directory: Path, *, layer: int) -> None:
-        """`layer`: number of the head's layer in the files."""
+    def __init__(self, directory: Path, *, prefixes: Mapping[str, str]) -> None:
+        """`prefixes`: as ModelConfig.prediction_head_prefixes."""
         super().__init__(directory)
-        self._layer = layer
+        self._prefixes = prefixes
 
     def __enter__(self) -> Self:
         super().__enter__()
-        prefix = f"model.layers.{self._layer}."
-        self._store = RenamedStore(
-            self._opened, {"model.layers.0.": prefix, "model.norm.": f"{prefix}shared_head.norm."}
-        )
+        self._store = RenamedStore(self._opened, self._prefixes)
         return self
 
 

@@ -92,7 +92,7 @@ class DeltaAttention(Attention):
         value_heads = self._num_heads * shape.group
         matrices = zeros((num_slots, value_heads, shape.key_dim, shape.value_dim), torch.float32)
         windows = zeros((num_slots, shape.taps - 1, self._num_heads * shape.channels), torch.float32)
-        return LayerCache(matrices, windows, 1)
+        return LayerCache(matrices, windows, 1, has_states=True)
 
     def of_stream(
         self,

@@ -74,7 +74,8 @@ def _part(attention: AttentionBatch, begin: int, end: int) -> AttentionBatch:
     decode = attention.decode
     rows = slice(begin, min(end, decode.num_rows))
     spans = (_cut_span(span, begin, end) for span in attention.prefills if span.begin < end and begin < span.end)
-    decoding = DecodeRows(decode.lengths[rows], decode.block_tables[rows], decode.slots[rows])
+    saves = None if decode.saves is None else decode.saves[rows]
+    decoding = DecodeRows(decode.lengths[rows], decode.block_tables[rows], decode.slots[rows], saves)
     return AttentionBatch(attention.slot_mapping[begin:end], decoding, tuple(spans))
 
 

@@ -13,7 +13,7 @@ plan's order: micro-batches are cut in this order, and a row attends to keys of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -28,6 +28,7 @@ from hetero_worker.runners.slots import Int64Array, SlotList, SlotTable
 _ROW_BITS: Final = 20
 """A sorting key holds the row's number in so many low bits, and above them the distance to the longest sequence."""
 _ROW_MASK: Final = (1 << _ROW_BITS) - 1
+_NOWHERE: Final = -1
 _MOST_ROWS_BY_ROW: Final = 16
 """Up to so many block tables are copied one by one. Torch is faster with more, but its operators release Python's lock,
 and the thread of the gateway's stream would take it just when the step is about to begin."""
@@ -128,14 +129,20 @@ class InputBuffers:
         if not plan.spans and not plan.proposals:
             return self.fill_multi_step(plan, slots, steps=1)
         count = num_decode_rows(plan)
+        views = self._views_of(count)
+        decode = views.rows
         if plan.proposals:
-            self._fill_proposed(plan, slots, self._views_of(count))
+            decode = self._fill_proposed(plan, slots, views)
         elif count:
-            self._fill_decode(plan, slots, self._views_of(count))
+            self._fill_decode(plan, slots, views)
         if plan.spans:
-            return self._fill_mixed(plan, slots, count)
+            return self._fill_mixed(plan, slots, decode)
         self._map_slots(count, slots)
-        decoder_input = self._decode_input(count, has_adapters=self._take_adapters(plan, slots, count))
+        has_adapters = self._take_adapters(plan, slots, count)
+        if decode is views.rows:
+            decoder_input = self._decode_input(count, has_adapters=has_adapters)
+        else:
+            decoder_input = self._decoder_input(count, count, decode, (), has_adapters=has_adapters)
         return InputBatch(decoder_input, self._draw_slots.fill(_decoding_slots(plan)), ())
 
     def fill_multi_step(self, plan: ranks_pb2.StepPlan, slots: SlotTable, *, steps: int) -> InputBatch:
@@ -181,9 +188,11 @@ class InputBuffers:
         self._take_tables(slots, views, num_blocks)
         views.logit_rows.put(views.order, self._row_numbers[:count], mode="clip")
 
-    def _fill_proposed(self, plan: ranks_pb2.StepPlan, slots: SlotTable, views: _DecodeViews) -> None:
-        """Fill the rows of slots that decode, some of which have proposals."""
+    def _fill_proposed(self, plan: ranks_pb2.StepPlan, slots: SlotTable, views: _DecodeViews) -> DecodeRows:
+        """Fill the rows of slots that decode, some of which have proposals; return them."""
         proposed = proposed_tokens(plan)
+        snapshots = {proposal.slot: proposal.snapshots for proposal in plan.proposals}
+        saves = np.full(len(views.slots), _NOWHERE, dtype=np.int32)
         begin = 0
         for slot in plan.decode_slots:
             tokens = (int(slots.last_tokens[slot]), *proposed.get(slot, ()))
@@ -191,11 +200,14 @@ class InputBuffers:
             views.slots[begin:end] = slot
             self._token_ids[begin:end] = tokens
             views.positions[begin:end] = self._all_positions[first : first + len(tokens)]
+            if self._bounds.keeps_states:
+                saves[begin : end - 1] = [self._bounds.place_of(snapshot) for snapshot in snapshots.get(slot, ())]
             begin = end
         np.add(views.positions, 1, out=views.rows.lengths, casting="same_kind")
         np.multiply(views.slots, slots.max_blocks, out=views.table_rows)
         self._take_tables(slots, views, -(-int(views.rows.lengths.max()) // self._bounds.block_size))
         views.logit_rows[:] = self._row_numbers[: len(views.slots)]
+        return replace(views.rows, saves=saves) if self._bounds.keeps_states else views.rows
 
     def _take_tables(self, slots: SlotTable, views: _DecodeViews, num_blocks: int) -> None:
         """Fill the rows' block tables, as far as the longest row has blocks."""
@@ -247,7 +259,8 @@ class InputBuffers:
         np.multiply(mapping, size, out=mapping)
         np.add(mapping, self._positions[:total], out=mapping)
 
-    def _fill_mixed(self, plan: ranks_pb2.StepPlan, slots: SlotTable, count: int) -> InputBatch:
+    def _fill_mixed(self, plan: ranks_pb2.StepPlan, slots: SlotTable, decode: DecodeRows) -> InputBatch:
+        count = decode.num_rows
         spans: list[PrefillSpan] = []
         drawing: list[int] = []
         prompts: list[PromptRows] = []
@@ -274,7 +287,6 @@ class InputBuffers:
                     rows.append(SpanRows(span.slot, wanted, num_logits))
                     num_logits += wanted
         self._map_slots(row, slots)
-        decode = self._views_of(count).rows
         has_adapters = self._take_adapters(plan, slots, count)
         decoder_input = self._decoder_input(row, num_logits, decode, tuple(spans), has_adapters=has_adapters)
         draw_slots = self._draw_slots.fill(_decoding_slots(plan), *drawing)
@@ -288,10 +300,8 @@ class InputBuffers:
         self._positions[begin:end] = self._all_positions[first:last]
         self._table_rows[begin:end] = slot * slots.max_blocks
         num_blocks = -(-last // self._bounds.block_size)
-        # States of snapshots lie behind those of all slots.
-        behind = self._bounds.max_num_seqs
-        states_from = behind + span.from_snapshot if span.HasField("from_snapshot") else None
-        saves = tuple(SavedStates(save.num_tokens, behind + save.snapshot) for save in span.snapshots)
+        states_from = self._bounds.place_of(span.from_snapshot) if span.HasField("from_snapshot") else None
+        saves = tuple(SavedStates(save.num_tokens, self._bounds.place_of(save.snapshot)) for save in span.snapshots)
         return PrefillSpan(begin, end, first, slots.block_tables[slot, :num_blocks], slot, states_from, saves)
 
     def _take_adapters(self, plan: ranks_pb2.StepPlan, slots: SlotTable, count: int) -> bool:

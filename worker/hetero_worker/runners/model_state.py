@@ -195,6 +195,13 @@ class ServingCache:
         """Bytes of the KV cache."""
         return sum(layer.num_bytes for layer in self.layers if layer is not None)
 
+    def go_back(self, slot: int, snapshot: int) -> None:
+        """Give a slot the states of a snapshot."""
+        place = self.check.bounds.place_of(snapshot)
+        for layer in self.layers:
+            if layer is not None and layer.has_states:
+                layer.copy_states(place, slot)
+
 
 def make_cache(
     order: ranks_pb2.AllocateCache,

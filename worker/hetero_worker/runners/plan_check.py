@@ -52,6 +52,10 @@ class PlanBounds:
     tells_states: bool = False
     """Whether the states of all rows are wanted, for a prediction head."""
 
+    def place_of(self, snapshot: int) -> int:
+        """Return where a snapshot's states lie: behind those of all slots."""
+        return self.max_num_seqs + snapshot
+
     @property
     def max_blocks(self) -> int:
         """Blocks of the longest sequence."""
@@ -72,7 +76,7 @@ class PlanCheck:
     """For one cache; see the module."""
 
     def __init__(self, bounds: PlanBounds) -> None:
-        self._bounds = bounds
+        self.bounds = self._bounds = bounds
         self._counts = SlotCounts(bounds.max_num_seqs)
         self._roles = np.zeros(bounds.max_num_seqs, dtype=np.int8)
         """Task of each slot in the step: nothing, or one of the constants above."""
@@ -225,8 +229,6 @@ class PlanCheck:
                 raise self._error(f"proposes tokens for slot {slot}, which does not decode")
             if slot in proposing or not count:
                 raise self._error(f"proposes {'twice' if slot in proposing else 'no tokens'} for slot {slot}")
-            if self._bounds.keeps_states:
-                raise self._error(f"proposes tokens for slot {slot}, whose states could not go back")
             proposing.add(slot)
             self._check_tokens(slot, "a proposed token", proposal.token_ids)
             reached = int(self._counts.num_tokens[slot]) + count
@@ -235,6 +237,18 @@ class PlanCheck:
                     f"slot {slot} reaches {reached} tokens, max_model_len is {self._bounds.max_model_len}"
                 )
             self._check_room(slot, int(self._counts.num_blocks[slot]), needed=reached)
+            self._check_saves(proposal)
+        saved = [snapshot for proposal in self._plan.proposals for snapshot in proposal.snapshots]
+        if len(set(saved)) < len(saved):
+            raise self._error("saves the states of two proposed tokens in one snapshot")
+
+    def _check_saves(self, proposal: ranks_pb2.Proposal) -> None:
+        slot, saved, most = proposal.slot, proposal.snapshots, self._bounds.num_snapshots
+        needed = len(proposal.token_ids) if self._bounds.keeps_states else 0
+        if len(saved) != needed:
+            raise self._error(f"proposes tokens for slot {slot} with {len(saved)} snapshots, it needs {needed}")
+        if saved and max(saved) >= most:
+            raise self._error(f"slot {slot} uses snapshot {max(saved)}, there are {most}")
 
     def _check_drafts(self) -> None:
         slots = self._plan.draft_slots

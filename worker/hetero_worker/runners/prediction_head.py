@@ -80,7 +80,7 @@ class PredictionHead(DraftModel):
                 f"{directory}: spec.engine.speculative.kind is MTP, and these files have no multi-token-prediction "
                 "head; put the files there that the gateway has, or take kind NGram"
             )
-        open_weights = partial(HeadCheckpoint, layer=request.config.num_layers)
+        open_weights = partial(HeadCheckpoint, prefixes=request.config.prediction_head_prefixes)
         super().__init__(backend, directory, open_weights, config=config)
         self._model = request.config
         self._target: Decoder | None = None

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
+from typing import Final
 
 import torch
 
@@ -45,6 +46,8 @@ from hetero_worker.runners.step_parts import DeviceTokenInputs
 from hetero_worker.runners.step_times import StepTimes
 from hetero_worker.sampling.base import ShardSampler, StartedDraws, UnknownTokens
 from hetero_worker.sampling.request import SamplingRow
+
+_NO_PROPOSAL: Final = ranks_pb2.Proposal()
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,13 +307,16 @@ class RunningStep:
 
     def _accept(self, draws: _Draws, sampled: SampledRows) -> StepOutput:
         """Give each slot its draws up to the first that differs from what was proposed in its place."""
-        proposed = proposed_tokens(self._plan)
+        proposals = {proposal.slot: proposal for proposal in self._plan.proposals}
         kept: list[int] = []
         for slot, indices in groupby(range(len(draws.slots)), draws.slots.__getitem__):
-            own = list(indices)
+            own, proposal = list(indices), proposals.get(slot, _NO_PROPOSAL)
             tokens = [sampled.tokens[i] for i in own]
-            number = num_accepted(tokens, proposed.get(slot, ())) + 1
+            number = num_accepted(tokens, proposal.token_ids) + 1
             self._context.cache.slots.append_run(slot, tokens[:number])
+            if number <= len(proposal.snapshots):
+                with torch.inference_mode():
+                    self._context.cache.go_back(slot, proposal.snapshots[number - 1])
             kept += own[:number]
         return StepOutput(
             sampled=[SampledToken(draws.slots[i], sampled.tokens[i]) for i in kept],

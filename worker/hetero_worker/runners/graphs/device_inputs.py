@@ -46,11 +46,14 @@ class DeviceInputs:
         """Token ids, positions, slots, logit rows and adapters of the last step, one after another."""
 
     def fill(self, plan: ranks_pb2.StepPlan, slots: SlotTable) -> InputBatch:
-        """As StepInputs.fill; `decoder_input` of a step that only decodes has as many rows as its padded size."""
+        """As StepInputs.fill; `decoder_input` of a step that only decodes has as many rows as its padded size.
+
+        Steps that save states are not padded: no graph serves them.
+        """
         self._copies_end.wait()  # the host's buffers are about to be overwritten
         batch = self._host.fill(plan, slots)
         step = batch.decoder_input
-        if not plan.spans:
+        if step.attention.only_decodes:
             count = num_decode_rows(plan)
             size = self._padding.padded(count)
             step = self._host.pad_decoding(count, size, has_adapters=step.adapters is not None)

@@ -106,7 +106,7 @@ class GraphForward:
         step = batch.decoder_input
         size, has_adapters = len(step.token_ids), step.adapters is not None
         is_recorded = size in self._sizes and (self._records_adapters or not has_adapters)
-        if step.attention.prefills or not is_recorded:
+        if not step.attention.only_decodes or not is_recorded:
             return self._eager.run(decoder, batch, caches=caches, exchange=exchange)
         bound = self._bind(decoder, caches, exchange)
         if bound.waits:
