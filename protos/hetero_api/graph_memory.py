@@ -37,6 +37,8 @@ _LAYER_KERNELS: Final = 14
 """A layer's: 9 launches, each of its 4 products in two where it is cut along what is summed, and attention likewise."""
 _STEP_KERNELS: Final = 12
 """Beside its layers': embedding, rotations, the last addition, the choice of rows."""
+_ADAPTER_KERNELS: Final = 8
+"""Of a layer, in graphs of steps with rows of adapters: two for each of its products."""
 _ENDS: Final = 2
 """Bytes of pieces, in a layer where a graph is cut: each is a graph of its own, and costs about a kernel more."""
 _EXCHANGED: Final = 2
@@ -79,8 +81,19 @@ class GraphMemory:
         return self.computing + self.results + self.driver + self.exchanged
 
     @classmethod
-    def of(cls, memory: ModelMemory, shard: RankShard, sizes: tuple[int, ...], *, num_host_ranks: int) -> GraphMemory:
-        """For graphs of these sizes, ascending. `num_host_ranks`: on host cores, that take part."""
+    def of(
+        cls,
+        memory: ModelMemory,
+        shard: RankShard,
+        sizes: tuple[int, ...],
+        *,
+        num_host_ranks: int,
+        has_adapters: bool = False,
+    ) -> GraphMemory:
+        """For graphs of these sizes, ascending. `num_host_ranks`: on host cores, that take part.
+
+        `has_adapters`: adapters may be loaded; each size then has a second graph, of steps with rows of theirs.
+        """
         if not sizes:
             return cls()
         layers = sum(not layer.is_empty for layer in shard.layers)
@@ -89,10 +102,12 @@ class GraphMemory:
         exchanged = layers * (_EXCHANGED + num_host_ranks) * row_bytes if num_host_ranks else 0
         exchanged += memory.config.layer_inputs_width * memory.element_bytes if num_host_ranks else 0
         place = memory.decode_bytes(shard, sizes[-1]) + _SEGMENT_BYTES
+        graphs = 2 if has_adapters else 1
+        kernels = graphs * kernels + (layers * _ADAPTER_KERNELS if has_adapters else 0)
         return cls(
             activations=place,
             preparation=place + _LIBRARY_BYTES,
-            results=sum(sizes) * row_bytes,
+            results=graphs * sum(sizes) * row_bytes,
             driver=len(sizes) * kernels * KERNEL_BYTES,
-            exchanged=sum(sizes) * exchanged,
+            exchanged=graphs * sum(sizes) * exchanged,
         )

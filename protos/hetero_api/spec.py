@@ -305,8 +305,8 @@ class AdaptersSpec(SpecModel):
     load: Annotated[list[AdapterSpec], Field(max_length=64)] = Field(default_factory=list)
     """Adapters that are loaded from the start, at most maxLoaded."""
     experts: bool = False
-    """Let adapters change a model's experts, too, on CPU ranks. Memory is kept for factors of maxRank of every expert;
-    experts stay where they are (placement.rebalanceExperts).
+    """Let adapters change a model's experts, too. Memory is kept for factors of maxRank of every expert; experts stay
+    where they are (placement.rebalanceExperts).
     """
     over_http: bool = False
     """Serve /v1/load_lora_adapter and /v1/unload_lora_adapter, too, to keys of the role admin and to the

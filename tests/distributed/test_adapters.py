@@ -108,7 +108,7 @@ def test_requests_of_adapters_get_peft_s_tokens(tmp_path: Path) -> None:
 
 
 def test_requests_get_peft_s_tokens_of_adapters_of_experts_beside_others(tmp_path: Path) -> None:
-    """Steps with one of them are neither recorded nor sent several at a time; those before it were."""
+    """Steps with them are recorded as others are, those before them included."""
     model, roots = save_tiny_model(tmp_path / "model", "qwen3-moe"), tmp_path / "adapters"
     stacks = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     plain = save_adapter(model, roots / "plain", modules=("q_proj", "o_proj"), rank=4)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_client import Completion, Delta, SamplingParams
+from hetero_client import Completion, Delta, JsonSchema, SamplingParams
 from tests.support.draft_models import without_layers
 from tests.support.local_group import LocalGroupProcess, write_manifest
 from tests.support.prediction_heads import save_with_head
@@ -22,6 +22,12 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600
 LINE = "The quick brown fox jumps over the lazy dog and runs home. "
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 SEEDED = SamplingParams(temperature=0.7, seed=5, max_tokens=24)
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["fox", "dog"]}, "legs": {"type": "integer", "maximum": 9}},
+    "required": ["name", "legs"],
+    "additionalProperties": False,
+}
 ASKED: Sequence[tuple[str, SamplingParams]] = (
     (LINE * 4, GREEDY),
     (LINE * 4, SEEDED),
@@ -29,6 +35,8 @@ ASKED: Sequence[tuple[str, SamplingParams]] = (
     (LINE * 3 + "The", replace(GREEDY, stop=("lazy dog and",))),
     ("a b c d e f g " * 5, replace(SEEDED, seed=6)),
     ("def f(x):\n    return x + 1\n\n" * 4, replace(GREEDY, repetition_penalty=1.1, min_tokens=20)),
+    ('{"name": "fox", "legs": 4} ' * 5, replace(GREEDY, constraint=JsonSchema(SCHEMA), max_tokens=40)),
+    ('{"name": "dog", "legs": 4} ' * 5, replace(SEEDED, constraint=JsonSchema(SCHEMA), max_tokens=40)),
 )
 SHARES = {"Tensor": {"attention": [2, 1], "mlp": [1, 1], "vocabulary": [1, 1]}, "Layer": {"attention": [1, 1]}}
 """By the mode of placement. Measured ones differ from group to group, and sums with them in their last bits."""
@@ -44,7 +52,7 @@ def smaller(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def headed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a prediction head that agrees with it now and then."""
     directory = tmp_path_factory.mktemp("headed")
-    shape = {**SERVED_SHAPE, "max_position_embeddings": 2048, "head_dim": 8}
+    shape = {**SERVED_SHAPE, "max_position_embeddings": 2048, "head_dim": 8, "eos_token_id": 255}
     save_with_head("deepseek-v3-dense", directory, agrees=True, **shape)
     save_byte_tokenizer(directory)
     return directory

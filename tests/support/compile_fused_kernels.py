@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hetero_api.model_parts import Activation
-from hetero_worker.kernels import activations, delta_rule, norms, rotary, trial
+from hetero_worker.kernels import activations, delta_rule, low_rank, norms, rotary, trial
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
@@ -54,6 +54,13 @@ def compile_all(dtype: torch.dtype) -> None:
     compile_kernel(rotary._rotate, types, {**each_head, "norms": True})
     compile_kernel(rotary._rotate, types, {**each_head, "norms": False, "weights": None})
     compile_kernel(rotary._rotate, {**types, "mean_squares": "*fp32"}, {**HEADS, "norms": True, "over_all_heads": True})
+    adapters = {**types, "numbers": "*i64", "table": "*i64", "blocks": "*i32", "products": "*fp32", "rows": "i32"}
+    tiles = {"parts": 3, "most_rank": 16, "tile_rows": 16, "tile_ranks": 16}
+    for leaders in (1, 16):
+        own = {**tiles, "leaders": leaders}
+        depth = 256 // dtype.itemsize
+        compile_kernel(low_rank._shrink, adapters, {**own, "in_features": 4096, "piece": 1024, "depth": depth})
+        compile_kernel(low_rank._expand, adapters, {**own, "out_features": 6144, "pieces": 4, "tile_columns": 64})
 
 
 if __name__ == "__main__":

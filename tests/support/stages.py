@@ -83,8 +83,7 @@ class Stages:
         targets = adapter_targets(ModelConfig.from_directory(self.directory), experts=True)
         for decoder in self.decoders:
             with LoraAdapter(directory, targets) as adapter:
-                factors, changes_experts = decoder.read_adapter(adapter), adapter.changes_experts
-                decoder.hold_adapter(number, factors, new_kernel(), changes_experts=changes_experts)
+                decoder.hold_adapter(number, decoder.read_adapter(adapter), new_kernel())
 
     def start(self, tokens: list[int], *, adapter: int = 0) -> KnownSequence:
         needed = -(-len(tokens) // BLOCK_SIZE)

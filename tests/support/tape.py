@@ -57,6 +57,10 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def stop(self) -> None:
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
+    def note(self, launch: Callable[[], None]) -> None:
+        """Note what is no operator of torch, and writes to tensors that it was given."""
+        self.calls.append(_Call(launch, (), {}, ()))
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -61,5 +61,12 @@ def test_activations_have_one_place_and_what_crosses_the_host_one_in_every_graph
     assert more_hosts.exchanged == 1.5 * one.exchanged
 
 
+def test_where_adapters_may_be_loaded_each_size_has_a_second_and_larger_graph() -> None:
+    usual, adapted = (GraphMemory.of(LLAMA, WHOLE, (1, 2), num_host_ranks=2, has_adapters=may) for may in (False, True))
+    assert (adapted.activations, adapted.preparation) == (usual.activations, usual.preparation)
+    assert (adapted.results, adapted.exchanged) == (2 * usual.results, 2 * usual.exchanged)
+    assert adapted.driver == 2 * usual.driver + 2 * 32 * 8 * KERNEL_BYTES
+
+
 def test_without_graphs_nothing_is_kept() -> None:
     assert GraphMemory.of(LLAMA, WHOLE, (), num_host_ranks=3).total == 0

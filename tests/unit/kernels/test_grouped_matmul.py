@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero_api.model_parts import Activation, ExpertsConfig
 from hetero_api.weight_format import FP8, INT8, WeightFormat, int4
+from hetero_worker.adapters.peft_files import LowRankFactors
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.layers.fused_ops import PLAIN_OPS
 from hetero_worker.layers.linear_kernels import PackedExperts, PackedMlp
@@ -200,3 +201,44 @@ def test_the_host_waits_for_nothing() -> None:
         joined(x, chosen, torch.ones(chosen.shape))
         with pytest.raises(AssertionError, match="the host waits"):
             chosen[0, 0].item()
+
+
+@pytest.mark.parametrize("invariant", [False, True], ids=["fast", "invariant"])
+def test_choices_of_tokens_with_adapters_have_their_products(invariant: bool) -> None:
+    """Whole experts and one that an adapter leaves as it is; padding, and an adapter that goes."""
+    experts = Experts(None, "silu", biased=False, invariant=invariant)
+    joined, held = experts.joined(experts.some(0, 1, 2, 4), shared=False), {}
+    for adapter in (1, 3):
+        held[adapter] = {
+            number: tuple(
+                LowRankFactors(randn(2, width, seed=at) / 8, randn(height, 2, seed=at + 1))
+                for at, (height, width) in enumerate([(WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH)], 10 * number)
+            )
+            for number in (0, 4)
+        }
+        joined.hold_adapter(adapter, held[adapter], torch.float32, max_rank=4)
+    x, adapters = randn(6, HIDDEN, seed=9), torch.tensor([0, 1, 3, 1, 0, 0])
+    chosen = torch.tensor([[0, 1], [0, 4], [4, 2], [3, 1], [4, 0], [NUMBER, NUMBER]])
+    shares = randn(6, PER_TOKEN, seed=3).abs()
+    expected = torch.zeros(6, HIDDEN, dtype=torch.float64)
+    for token, (adapter, choices) in enumerate(zip(adapters.tolist(), chosen.tolist(), strict=True)):
+        for choice, number in enumerate(choices):
+            if number in (0, 1, 2, 4):
+                factors = held.get(adapter, {}).get(number)
+                expected[token] += shares[token, choice].double() * adapted(experts, x[token], number, factors)
+    torch.testing.assert_close(joined(x, chosen, shares, adapters).double(), expected, rtol=1e-4, atol=1e-4)
+    joined.hold_adapter(3, {}, torch.float32, max_rank=4)
+    without = joined(x, chosen, shares, torch.where(adapters == 3, 0, adapters))
+    assert torch.equal(joined(x, chosen, shares, adapters), without)
+
+
+def adapted(experts: Experts, x: torch.Tensor, number: int, factors: tuple[LowRankFactors, ...] | None) -> torch.Tensor:
+    """What an expert gives with an adapter, in float64."""
+    gate_up, _, down, _ = (part.double() for part in experts.numbers[number])
+    gates = gate_up @ x.double()
+    if factors is None:
+        return down @ PLAIN_OPS.gated(gates[None], experts.activation)[0]
+    gate, up, last = (tuple(each.double() for each in pair) for pair in factors)
+    gates += torch.cat([second @ (first @ x.double()) for first, second in (gate, up)])
+    inner = PLAIN_OPS.gated(gates[None], experts.activation)[0]
+    return down @ inner + last[1] @ (last[0] @ inner)

@@ -9,8 +9,9 @@ import torch
 
 from hetero_api.model_parts import Activation, ExpertsConfig
 from hetero_api.weight_format import WeightFormat
+from hetero_worker.adapters.peft_files import LowRankFactors
 from hetero_worker.layers.linear import JoinedWeights
-from hetero_worker.layers.linear_kernels import PackedExperts, PackedMlp, PackedWeight
+from hetero_worker.layers.linear_kernels import ExpertFactors, PackedExperts, PackedMlp, PackedWeight
 from hetero_worker.layers.native_linear import NativeLinear
 from hetero_worker.layers.native_ops import NativeOps
 from hetero_worker.native.op_queue import Arena, OpQueue
@@ -185,6 +186,66 @@ def test_a_sum_may_come_in_two(late: int, shared: int) -> None:
         alone, late_of_row = layer.experts.in_two(x[part], chosen[part], shares[part], late=late)
         assert torch.equal(alone, early_sum[part])
         assert torch.equal(late_of_row(), late_sum[part])
+
+
+def expert_factors(experts: Sequence[int], *, seed: int) -> dict[int, ExpertFactors]:
+    """Of an adapter that leaves gates as they are; its ranks differ."""
+    found: dict[int, ExpertFactors] = {}
+    for number in experts:
+        at, rank = seed + 10 * number, 1 + number
+        up = LowRankFactors(randn(rank, HIDDEN, seed=at) / 8, randn(WIDTH, rank, seed=at + 1))
+        down = LowRankFactors(randn(3, WIDTH, seed=at + 2) / 8, randn(HIDDEN, 3, seed=at + 3))
+        found[number] = None, *(LowRankFactors(*(each.bfloat16().float() for each in pair)) for pair in (up, down))
+    return found
+
+
+def adapted_mlp(layer: Layer, number: int, rows: torch.Tensor, factors: ExpertFactors) -> torch.Tensor:
+    """What an expert computes by itself with an adapter."""
+    mlp, (_, up, down) = layer.mlps[number], factors
+    assert up is not None
+    assert down is not None
+    both = mlp.gate_up(rows, mlp.gate_up_bias)
+    both[:, WIDTH:] += rows.float() @ up.down.T @ up.up.T
+    gated = layer.ops.gated(both, layer.activation)
+    return mlp.down.logits(gated).double() + (gated.float() @ down.down.T @ down.up.T).double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("tile_isa")
+def test_choices_of_rows_with_adapters_have_their_products_in_any_batch(dtype: torch.dtype) -> None:
+    x, (chosen, shares) = randn(30, HIDDEN, dtype=dtype), routed(30)
+    numbers = torch.tensor([0, 2, 1, 64, 2] * 6)
+    held = {2: expert_factors(range(NUMBER), seed=3), 64: expert_factors((1, 4), seed=7), 1: {}}
+    outcomes = []
+    for team in TEAMS:
+        layer = Layer(team=team, shared=SHARED, dtype=dtype)
+        plain = layer.experts(x, chosen, shares)
+        for number, factors in held.items():
+            layer.experts.hold_adapter(number, factors, dtype, max_rank=16)
+        outcomes.append(layer.experts(x, chosen, shares, numbers))
+        early, late_of = layer.experts.in_two(x, chosen, shares, late=1, numbers=numbers)
+        if dtype == torch.float32:
+            assert_close(early + late_of(), outcomes[-1].double())
+    assert all(torch.equal(each, outcomes[0]) for each in outcomes), "bits do not depend on the team"
+    is_plain = (numbers == 0) | (numbers == 1)
+    assert torch.equal(outcomes[0][is_plain], plain[is_plain])
+    for row in range(1, 30, 7):
+        one = slice(row, row + 1)
+        alone = layer.experts(x[one], chosen[one], shares[one], numbers[one])
+        assert torch.equal(alone, outcomes[0][one]), "nor on other rows"
+    expected = layer.expected(x, chosen, shares)
+    for adapter, factors in held.items():
+        for number, each in factors.items():
+            own = (chosen == number) & (numbers == adapter)[:, None]
+            change = adapted_mlp(layer, number, x, each) - layer.one(layer.mlps[number], x)
+            expected += (shares.double() * own).sum(1, keepdim=True) * change
+    if dtype == torch.float32:
+        assert_close(outcomes[0], expected)
+    else:
+        torch.testing.assert_close(outcomes[0].double(), expected, rtol=0, atol=2**-7 * float(expected.abs().max()))
+    layer.experts.hold_adapter(2, {}, dtype, max_rank=16)
+    forgotten = layer.experts(x, chosen, shares, numbers)
+    assert torch.equal(forgotten[numbers == 2], plain[numbers == 2])
 
 
 def test_gates_and_ups_may_be_stored_apart() -> None:

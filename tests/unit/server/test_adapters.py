@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import grpc
 import httpx
 import pytest
 
+from hetero_api.spec import AdaptersSpec
 from hetero_api.v1 import admin_pb2
 from hetero_gateway.group.adapters import registry
 from hetero_gateway.group.errors import UnsupportedSpecError
@@ -170,6 +172,26 @@ async def test_a_request_waits_while_others_use_all_adapters_that_are_loaded(joi
     await asyncio.gather(*map(read_all, calls))
     assert await waiting == 0
     assert "/adapters/three" in ranks_of(rank).adapters.values()
+
+
+async def test_a_load_that_waits_for_room_is_woken_by_what_makes_some() -> None:
+    """The end of a request, an adapter that goes, and the time when one settles; nothing looks again meanwhile."""
+    now_s = 100.0
+    known = registry.AdapterRegistry(AdaptersSpec.model_validate(ADAPTERS), taken=(), clock=lambda: now_s)
+    adapters = [known.new(name, f"/adapters/{name}") for name in ("one", "two")]
+    for number, adapter in enumerate(adapters, 1):
+        known.place(adapter, number)
+    ends = [known.begin(number) for number in (1, 2)]
+    for change in (ends[0], lambda: known.remove("one"), known.note_change):
+        waiting = asyncio.create_task(known.wait_for_room(60.0))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        change()
+        await asyncio.wait_for(waiting, 5.0)
+    ends[1]()
+    known.ask(replace(adapters[1], number=2))
+    now_s += registry.SETTLED_S - 0.01
+    await asyncio.wait_for(known.wait_for_room(60.0), 5.0)
 
 
 async def test_an_adapter_that_was_just_asked_for_does_not_give_way(joined: tuple[GatewayBench, Any]) -> None:

@@ -237,7 +237,42 @@ def test_adapters_of_experts_come_in_place_of_others_whose_steps_were_recorded(
     assert_like(builder, 0, again[0], checkpoint.logits(builder.sequences[0].tokens))
 
 
-def test_adapters_of_experts_are_refused_where_nothing_is_kept_for_them_and_on_gpus(tmp_path: Path) -> None:
+def test_steps_with_adapters_of_experts_are_recorded_with_no_more_operations(tmp_path: Path) -> None:
+    """An adapter that came after the recording is part of it, too."""
+    checkpoint = save_tiny("qwen3-moe", tmp_path / "model")
+    save = partial(save_adapter, checkpoint.directory, modules=("o_proj",), rank=3)
+    plain, experts = save(tmp_path / "plain"), save(tmp_path / "experts", target_parameters=EXPERTS, seed=1)
+    alone = Shares(kv_heads=((8,),), mlp_columns=((50,),), vocab_rows=(200,), experts=((6,),))
+    operations = []
+    for takes in (False, True):
+        group = RankGroup(checkpoint.directory, alone, max_adapters=2, adapts_experts=takes, keeps_logits=False)
+        builder = PlanBuilder(group)
+        assert outcome(builder, load(1, plain.directory))[0]
+        builder.start(0, PROMPT, adapter=1)
+        for _ in range(4):
+            builder.schedule(0)
+            builder.run()
+        cache = group.runners[0]._model_state.cache
+        assert cache is not None
+        assert isinstance(cache.forward, NativeForward)
+        assert cache.forward._bound is not None
+        passes = cache.forward._bound.passes
+        ((_, recorded),) = passes.values()
+        segments: Any = () if recorded is None else recorded.parts
+        operations.append(sum(len(part.recorded.ops) for part in segments))
+    assert operations[0] == operations[1] > 0
+    builder.release(0)
+    assert outcome(builder, load(2, experts.directory))[0]
+    builder.start(1, PROMPT, adapter=2)
+    for _ in range(5):
+        builder.schedule(1)
+        builder.run()
+    assert len(passes) == 1
+    tokens = builder.sequences[1].tokens
+    assert tokens[len(PROMPT) :] == experts.logits(tokens).argmax(1).tolist()[len(PROMPT) - 1 : -1]
+
+
+def test_adapters_of_experts_are_refused_where_nothing_is_kept_for_them(tmp_path: Path) -> None:
     checkpoint = save_tiny("qwen3-moe", tmp_path / "model")
     save = partial(save_adapter, checkpoint.directory, modules=("o_proj",), rank=3)
     stacked = save(tmp_path / "stacked", target_parameters=EXPERTS).directory
@@ -247,6 +282,17 @@ def test_adapters_of_experts_are_refused_where_nothing_is_kept_for_them_and_on_g
         done, problem = outcome(builder, load(1, directory))
         assert (done, "takes no adapter in this model" in problem) == (False, True), problem
         assert "engine.adapters.experts" in problem
+
+
+def test_adapters_change_experts_of_gpu_ranks_beside_those_of_cpu_ranks(tmp_path: Path) -> None:
+    checkpoint = save_tiny("qwen3-moe", tmp_path / "model")
+    experts = save_adapter(
+        checkpoint.directory, tmp_path / "experts", modules=("o_proj",), rank=3, target_parameters=EXPERTS
+    )
     builder = PlanBuilder(RankGroup(checkpoint.directory, WHOLE, max_adapters=1, adapts_experts=True, num_gpu_ranks=1))
-    done, problem = outcome(builder, load(1, stacked))
-    assert (done, "some are on this rank's GPU" in problem) == (False, True), problem
+    assert outcome(builder, load(1, experts.directory)) == (True, "")
+    builder.start(0, PROMPT)
+    builder.start(1, PROMPT, adapter=1)
+    got = steps(builder, [0, 1], 4)
+    assert_like(builder, 0, got[0], checkpoint.logits(builder.sequences[0].tokens))
+    assert_like(builder, 1, got[1], experts.logits(builder.sequences[1].tokens))

@@ -75,6 +75,20 @@ def test_rows_of_each_adapter_have_peft_s_logits_in_one_step(
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_rows_that_are_lent_in_slices_keep_their_adapters(
+    qwen3: TinyCheckpoint, adapters: list[SavedAdapter], kernel: str
+) -> None:
+    row_bytes = 4 * qwen3.reference.config.hidden_size
+    stages = Stages.load(
+        qwen3.directory, LAYOUTS["a helper and two stages"], link_bytes=10 * row_bytes, new_kernel=KERNELS[kernel]
+    )
+    stages.hold_adapter(1, adapters[0].directory, KERNELS[kernel])
+    got = stages.logits(*((stages.start(PROMPT, adapter=number), len(PROMPT)) for number in (0, 1)))
+    expected = torch.cat([qwen3.logits(PROMPT), adapters[0].logits(PROMPT)])
+    assert (got - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_an_adapter_that_was_dropped_or_replaced_leaves_nothing_behind(
     qwen3: TinyCheckpoint, adapters: list[SavedAdapter], kernel: str
 ) -> None:

@@ -46,8 +46,6 @@ TAGS: Final = frozenset({WEIGHTS, KV})
 LONGEST_PROFILE_S: Final = 60.0
 LONGEST_WAIT_S: Final = 60.0
 """Longest wait of a request for its adapter."""
-PAUSE_S: Final = 0.02
-"""Pause between looks at whether a waiting request's adapter can be loaded."""
 
 _HINTS: Final = {
     GroupState.NEW: "wait until it is READY",
@@ -186,10 +184,10 @@ class AdminRpcs:
             if adapter.number:
                 self._group.adapters.ask(adapter)
                 return adapter
-            if self._clock() > until_s:
+            if (left_s := until_s - self._clock()) <= 0:
                 raise QueueFull(f"adapter {name!r} waited {LONGEST_WAIT_S:g} s for its load: all others are in use")
             if not await self._try_to_load(adapter):
-                await asyncio.sleep(PAUSE_S)
+                await self._group.adapters.wait_for_room(left_s)
         raise InvalidRequest("model", f"adapter {name!r} was unloaded while the request was read")
 
     async def _try_to_load(self, adapter: Adapter) -> bool:
@@ -390,6 +388,7 @@ class AdminRpcs:
     def _note_end(self, task: asyncio.Task[Any]) -> None:
         self._under_way = ""
         self._free.set()
+        self._group.adapters.note_change()
         error = None if task.cancelled() else task.exception()
         logger.info("%s ended%s", task.get_name(), f": {error}" if error else "")
 

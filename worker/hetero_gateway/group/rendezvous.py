@@ -265,6 +265,7 @@ class Group:
         if state in _SERVING and self.current is None:
             return
         self.state = state
+        self.adapters.note_change()
         self._on_state(state)
 
     # --- the end, and the status ------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from hetero_worker.adapters.peft_files import LowRankFactors
+from hetero_worker.adapters.peft_files import MAX_RANK, LowRankFactors
 
 MAX_ADAPTERS: Final = 64
 """Adapters that a rank holds at once, at most."""
@@ -24,22 +24,31 @@ Product = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 class AdapterRows:
     """Adapters of the rows that a decoder computes now; all of its layers look here."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_rank: int = MAX_RANK) -> None:
+        """`max_rank`: the largest of an adapter."""
+        self.max_rank: Final = max_rank
         self.numbers: torch.Tensor | None = None
-        """int64 [rows] on the host: the number of each row's adapter, 0: none. None: no row has one."""
+        """int64 [rows] on the rank's device: the number of each row's adapter, 0: none. None: no row has one."""
+        self._all: torch.Tensor | None = None
         self._groups: dict[int, torch.Tensor] | None = None
 
     def begin(self, numbers: torch.Tensor | None) -> None:
         """Go on to other rows, see `numbers`."""
-        self.numbers = numbers
+        self._all = self.numbers = numbers
         self._groups = None
 
-    def groups(self, device: torch.device) -> dict[int, torch.Tensor]:
-        """Return the rows of each adapter, int64 on the device of the computation. There must be some."""
+    def select(self, begin: int, end: int) -> None:
+        """Go on to rows [begin, end) of those that `begin` was called with."""
+        if self._all is not None:
+            self.numbers = self._all[begin:end]
+            self._groups = None
+
+    def groups(self) -> dict[int, torch.Tensor]:
+        """Return the rows of each adapter, int64 on the rank's device, which the host waits for. There must be some."""
         assert self.numbers is not None, "no row has an adapter"
         if self._groups is None:
             found = sorted(set(self.numbers.tolist()))
-            self._groups = {n: (self.numbers == n).nonzero()[:, 0].to(device) for n in found if n}
+            self._groups = {n: (self.numbers == n).nonzero()[:, 0] for n in found if n}
         return self._groups
 
 
@@ -50,13 +59,13 @@ class LowRank(ABC):
         """`heights`: output rows of each of the layer's parts, which adapters may change or not."""
         self._bounds: Final = tuple(pairwise(accumulate(heights, initial=0)))
         self._rows: Final = rows
-        self._held: Mapping[int, Sequence[object]] = {}
+        self._held: Mapping[int, object] = {}
         """What is kept of each adapter, by its number; nothing of one that leaves the layer as it is."""
 
     @property
-    def changing(self) -> frozenset[int]:
-        """Numbers of the adapters that change the layer's outputs."""
-        return frozenset(number for number, held in self._held.items() if held)
+    def is_asked(self) -> bool:
+        """Whether rows of the step have adapters."""
+        return self._rows.numbers is not None
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the products of rows x [rows, in] to the layer's outputs y [rows, out], contiguous, in place."""
@@ -109,7 +118,7 @@ class PackedLowRank(LowRank):
         return self._pack(factor.to(device=self._device, dtype=dtype).contiguous())
 
     def _add(self, x: torch.Tensor, y: torch.Tensor, numbers: torch.Tensor) -> None:  # noqa: ARG002 - groups know
-        for number, index in self._rows.groups(y.device).items():
+        for number, index in self._rows.groups().items():
             own = x.index_select(0, index)
             for columns, down, up in self._held.get(number, ()):
                 y[:, columns].index_add_(0, index, up(down(own, None), None))

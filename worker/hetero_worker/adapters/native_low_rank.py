@@ -17,6 +17,29 @@ from hetero_worker.native.loading import address_of
 from hetero_worker.native.op_queue import OpQueue
 
 
+class NativeFactors:
+    """An adapter's factors of a layer's parts, as the kernels take them."""
+
+    def __init__(self, factors: Sequence[LowRankFactors | None], dtype: torch.dtype) -> None:
+        """None: the adapter leaves the part as it is."""
+        self._kept: list[torch.Tensor] = []
+        self._table = ffi.new("hc_factors[]", len(factors))
+        for entry, each in zip(self._table, factors, strict=True):
+            if each is not None:
+                down, up = each.down.to(dtype).contiguous(), each.up.T.to(dtype).contiguous()
+                self._kept += (down, up)
+                entry.rank, entry.down, entry.up = len(down), down.data_ptr(), up.data_ptr()
+
+    def __bool__(self) -> bool:
+        """Return True if the adapter changes any part."""
+        return bool(self._kept)
+
+    @property
+    def address(self) -> int:
+        """Address of the hc_factors; 0 if the adapter changes nothing."""
+        return address_of(self._table) if self._kept else 0
+
+
 class NativeLowRank(LowRank):
     """Adapters' products of one linear layer on an op queue's team."""
 
@@ -24,33 +47,25 @@ class NativeLowRank(LowRank):
         super().__init__(heights, rows)
         self._op_queue = op_queue
         self._ends = ffi.new("uint64_t[]", [end for _, end in self._bounds])
-        self._table = ffi.new("hc_factors[]", (MAX_ADAPTERS + 1) * len(heights))
-        self._held: dict[int, list[torch.Tensor]] = {}
+        self._table = ffi.new("uintptr_t[]", MAX_ADAPTERS + 1)
+        self._held: dict[int, NativeFactors] = {}
 
     def hold(self, number: int, factors: Sequence[LowRankFactors | None], dtype: torch.dtype) -> None:
         """See `LowRank.hold`."""
-        kept: list[torch.Tensor] = []
-        for part, each in enumerate(factors):
-            entry = self._table[number * len(factors) + part]
-            entry.rank = 0
-            if each is not None:
-                down, up = each.down.to(dtype).contiguous(), each.up.T.to(dtype).contiguous()
-                kept += (down, up)
-                entry.down, entry.up = down.data_ptr(), up.data_ptr()
-                entry.rank = len(down)
-        self._held[number] = kept
+        self._held[number] = held = NativeFactors(factors, dtype)
+        self._table[number] = held.address
 
     def drop(self, number: int) -> None:
         """See `LowRank.drop`."""
-        for part in range(len(self._bounds)):
-            self._table[number * len(self._bounds) + part].rank = 0
+        self._table[number] = 0
         self._held.pop(number, None)
 
     def _add(self, x: torch.Tensor, y: torch.Tensor, numbers: torch.Tensor) -> None:
         if x.stride(1) != 1:
             x = x.contiguous()
         (rows, width), parts = x.shape, len(self._bounds)
-        op = low_rank_op(rows, FORMATS[x.dtype], width, x.data_ptr(), x.stride(0), parts, address_of(self._ends))
+        types = FORMATS[x.dtype], FORMATS[y.dtype]
+        op = low_rank_op(rows, *types, width, x.data_ptr(), x.stride(0), parts, address_of(self._ends))
         op.y, op.numbers, op.adapters = y.data_ptr(), numbers.data_ptr(), MAX_ADAPTERS + 1
         op.table = address_of(self._table)
         op.scratch = self._op_queue.scratch(op)

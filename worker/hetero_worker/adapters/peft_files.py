@@ -108,11 +108,6 @@ class LoraAdapter:
         self.modules = self._check_tensors(self._file.tensors)
         return self
 
-    @property
-    def changes_experts(self) -> bool:
-        """True if it changes experts; known once it is open."""
-        return any(_EXPERT.fullmatch(module) for module in self.modules) or bool(self._stacked)
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

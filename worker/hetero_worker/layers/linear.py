@@ -142,11 +142,6 @@ class ShardedLinear:
         if self._low_rank is not None:
             self._low_rank.drop(number)
 
-    @property
-    def changing_adapters(self) -> frozenset[int]:
-        """Numbers of the adapters that change the layer's outputs."""
-        return frozenset() if self._low_rank is None else self._low_rank.changing
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [rows, out] of x [rows, in]."""
         y = self._packed(x, self._bias)
@@ -156,7 +151,7 @@ class ShardedLinear:
 
     def gated(self, x: torch.Tensor, activation: Activation, ops: FusedOps) -> torch.Tensor:
         """Return activation(gate) · up, new [rows, out / 2], of the layer's outputs [gate | up] for x [rows, in]."""
-        if self._low_rank is not None:
+        if self._low_rank is not None and self._low_rank.is_asked:
             return ops.gated(self(x), activation)
         return self._packed.gated(x, self._bias, activation, ops)
 

@@ -19,6 +19,7 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.model_parts import Activation, ExpertsConfig
 from hetero_api.weight_format import COLUMN_UNIT, WeightFormat
 from hetero_worker.adapters.low_rank import AdapterRows, LowRank, PackedLowRank
+from hetero_worker.adapters.peft_files import LowRankFactors
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.memory.panels import PANEL_ROWS, PanelLayer, PanelWeight, Place
@@ -102,6 +103,10 @@ class PackedMlp(NamedTuple):
     down_bias: torch.Tensor | None
 
 
+ExpertFactors = Sequence[LowRankFactors | None]
+"""An adapter's factors of an expert's gate, up and down projection; None: it leaves that as it is."""
+
+
 class PackedExperts(ABC):
     """A rank's experts of one layer, in a kernel's layout, which are computed together."""
 
@@ -110,15 +115,34 @@ class PackedExperts(ABC):
         """Compute with these experts from now on, by their numbers; steps that were recorded before do, too."""
 
     @abstractmethod
-    def __call__(self, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, /) -> torch.Tensor:
+    def hold_adapter(
+        self, number: int, factors: Mapping[int, ExpertFactors], dtype: torch.dtype, *, max_rank: int
+    ) -> None:
+        """Keep an adapter's factors of held experts in a type, in place of those that its number had; {}: of none.
+
+        `max_rank`: the largest of any adapter, always the same.
+        """
+
+    @abstractmethod
+    def __call__(
+        self, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, /, numbers: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the sum of the experts' outputs, weighted by their shares, [tokens, hidden] of `normed`, as `chosen`.
 
         `chosen` is int64 and `shares` float32 [tokens, experts a token]. Experts that are not held add nothing.
+        `numbers`, int64 [tokens], are of the tokens' adapters, 0: none; None: no token has one that changes experts.
         """
 
     @abstractmethod
     def in_two(
-        self, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, /, *, late: int
+        self,
+        normed: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        /,
+        *,
+        late: int,
+        numbers: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, LateSum]:
         """Return the sum without each token's last `late` choices, and a function that returns the sum of these.
 

@@ -9,8 +9,8 @@ Otherwise they are computed one by one.
 A rank may hold slices of experts, some columns of each, instead of whole ones: then its sum is a part of every chosen
 expert's. All of its experts of a layer are whole, or all are slices of the same columns.
 
-Rows whose adapters change a rank's experts are computed one by one on any kernel, the others as ever: so a step with
-such rows is never recorded.
+Adapters may change experts. Their products are part of what a kernel computes together; one by one, experts have them
+as other linear layers do.
 
 A rank's experts may change between two steps (`read`, then `hold`); the router stays the same. Each rank counts the
 tokens that chose its own experts, or slices; it has these numbers at hand, so counting costs nothing.
@@ -19,7 +19,7 @@ tokens that chose its own experts, or slices; it has these numbers at hand, so c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from hetero_api.model_parts import ExpertsConfig
 from hetero_api.rank_memory import EXPERT_ROWS
 from hetero_api.sharding import UnitRange
 from hetero_worker.adapters.low_rank import AdapterRows
+from hetero_worker.adapters.peft_files import LowRankFactors
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.kernels.expert_choice import RouterWeights
@@ -94,10 +95,10 @@ class ExpertMlp:
         """int64 [tokens]: the pass's places in the cache. On devices that pad steps, a row in place 0 has no expert."""
         self._counts = torch.zeros(config.experts.number, dtype=torch.int64)
         self._joined: PackedExperts | None = None
-        self.adapter_rows = AdapterRows()
-        """Adapters of the rows that an expert computes."""
-        self._numbers: torch.Tensor | None = None
-        self._changing: frozenset[int] = frozenset()
+        self._adapter_rows: AdapterRows | None = None
+        """Adapters of the layer's rows; None: experts take none."""
+        self._own_rows = AdapterRows()
+        """Adapters of the rows that one expert computes."""
         self._experts: dict[int, Expert] = {}
         self.hold({number: self._new_expert(number) for number in own})
 
@@ -134,16 +135,37 @@ class ExpertMlp:
         """Linear layers of this rank's experts."""
         return [linear for expert in self._experts.values() for linear in expert.linears]
 
-    def note_adapters(self) -> None:
-        """Take notice of adapters that the experts' linear layers took or dropped."""
-        self._changing = frozenset().union(*(linear.changing_adapters for linear in self.linears))
+    def take_adapters(self, rows: AdapterRows) -> None:
+        """Let adapters change experts from now on; `rows`: those of the layer's rows."""
+        self._adapter_rows, self._own_rows = rows, AdapterRows(rows.max_rank)
 
-    def begin(self, numbers: torch.Tensor | None, present: Set[int]) -> None:
-        """Go on to rows with adapters of these numbers, int64 [tokens] on the host, 0: none; None: no row has one.
+    def hold_adapter(
+        self, number: int, factors: Sequence[Sequence[LowRankFactors | None]], kernel: LinearKernel, dtype: torch.dtype
+    ) -> None:
+        """Serve an adapter in place of another that had its number. `factors`: those of `linears`."""
+        if self._joined is not None:
+            pairs = zip(factors[::2], factors[1::2], strict=True)
+            found = {expert: (*first, *second) for expert, (first, second) in zip(self._experts, pairs, strict=True)}
+            changed = {at: each for at, each in found.items() if any(each)}
+            self._joined.hold_adapter(number, changed, dtype, max_rank=self._own_rows.max_rank)
+            return
+        for linear, parts in zip(self.linears, factors, strict=True):
+            if any(parts):
+                linear.take_adapters(kernel, self._own_rows, device=self._device).hold(number, parts, dtype)
+            else:
+                linear.drop_adapter(number)
 
-        `present`: the numbers that are among them.
-        """
-        self._numbers = None if self._changing.isdisjoint(present) else numbers
+    def drop_adapter(self, number: int, dtype: torch.dtype) -> None:
+        """Forget an adapter, which no row has any more."""
+        if self._joined is not None:
+            self._joined.hold_adapter(number, {}, dtype, max_rank=self._own_rows.max_rank)
+        for linear in self.linears:
+            linear.drop_adapter(number)
+
+    @property
+    def _numbers(self) -> torch.Tensor | None:
+        """Numbers of the rows' adapters; None: no row has one that changes experts."""
+        return None if self._adapter_rows is None else self._adapter_rows.numbers
 
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -273,7 +295,7 @@ class ExpertMlp:
         chosen, shares = self._choices(hidden)
         if self._joined is None:
             return self._one_by_one_in_two(normed, chosen, shares)
-        total, late = self._joined.in_two(normed, chosen, shares, late=self._late)
+        total, late = self._joined.in_two(normed, chosen, shares, late=self._late, numbers=self._numbers)
         if self._shared is not None and self._shape.has_shared_gate:
             self._ops.add(total, self._shared.of_normed(normed))
         return total, late
@@ -282,12 +304,13 @@ class ExpertMlp:
         self, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
     ) -> tuple[torch.Tensor, LateSum]:
         early, late = slice(None, -self._late), slice(-self._late, None)
+        numbers = self._numbers
         total = torch.zeros_like(normed) if self._shared is None else self._shared.of_normed(normed)
-        self._add_one_by_one(total, normed, chosen[:, early], shares[:, early])
+        self._add_one_by_one(total, normed, chosen[:, early], shares[:, early], numbers)
 
         def add_late() -> torch.Tensor:
             late_sum = torch.zeros_like(normed)
-            self._add_one_by_one(late_sum, normed, chosen[:, late], shares[:, late])
+            self._add_one_by_one(late_sum, normed, chosen[:, late], shares[:, late], numbers)
             return late_sum
 
         return total, add_late
@@ -301,32 +324,11 @@ class ExpertMlp:
         hidden = stream.settle()
         if self._adds_apart:
             return self._two_sums(normed, hidden)
-        if self._joined is not None and self._numbers is not None:
-            return self._with_adapters(normed, *self._choices(hidden), numbers=self._numbers)
         if self._joined is None:
             total = torch.zeros_like(hidden) if self._shared is None else self._shared.of_normed(normed)
-            self._add_one_by_one(total, normed, *self._choices(hidden), numbers=self._numbers)
+            self._add_one_by_one(total, normed, *self._choices(hidden), self._numbers)
             return total
-        total = self._joined(normed, *self._choices(hidden))
-        if self._shared is not None and self._shape.has_shared_gate:
-            self._ops.add(total, self._shared.of_normed(normed))
-        return total
-
-    def _with_adapters(
-        self, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, *, numbers: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the partial sum of all rows, those with adapters that change experts apart from the others."""
-        assert self._joined is not None, "experts that are not joined take all rows together"
-        is_changed = torch.isin(numbers, torch.tensor(sorted(self._changing)))
-        plain, changed = (~is_changed).nonzero()[:, 0], is_changed.nonzero()[:, 0]
-        total = torch.zeros_like(normed)
-        if len(plain):
-            total[plain] = self._joined(*(each.index_select(0, plain) for each in (normed, chosen, shares)))
-        own, chosen, shares = (each.index_select(0, changed) for each in (normed, chosen, shares))
-        is_joined = self._shared is not None and not self._shape.has_shared_gate
-        part = self._shared.of_normed(own) if self._shared is not None and is_joined else torch.zeros_like(own)
-        self._add_one_by_one(part, own, chosen, shares, numbers=numbers[changed])
-        total[changed] = part
+        total = self._joined(normed, *self._choices(hidden), self._numbers)
         if self._shared is not None and self._shape.has_shared_gate:
             self._ops.add(total, self._shared.of_normed(normed))
         return total
@@ -346,15 +348,14 @@ class ExpertMlp:
         normed: torch.Tensor,
         chosen: torch.Tensor,
         weights: torch.Tensor,
-        *,
         numbers: torch.Tensor | None = None,
     ) -> None:
         """Add this rank's experts to `total` [tokens, hidden], each for the tokens that chose it.
 
-        `numbers`: those of the tokens' adapters, where some change experts; on the host.
+        `numbers`: those of the tokens' adapters, where some change experts.
         """
         for expert, rows, shares in self._assignments(chosen, weights):
-            self.adapter_rows.begin(None if numbers is None else numbers[rows.cpu()])
+            self._own_rows.begin(None if numbers is None else numbers[rows])
             result = expert(normed.index_select(0, rows))
             total.index_add_(0, rows, result.mul_(shares.to(result.dtype)))
 

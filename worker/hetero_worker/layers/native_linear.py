@@ -12,17 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 import torch
 
 from hetero_api.model_parts import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, ExpertsConfig
 from hetero_api.weight_format import WeightFormat
-from hetero_worker.adapters.low_rank import AdapterRows, LowRank
-from hetero_worker.adapters.native_low_rank import NativeLowRank
+from hetero_worker.adapters.low_rank import MAX_ADAPTERS, AdapterRows, LowRank
+from hetero_worker.adapters.native_low_rank import NativeFactors, NativeLowRank
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.layers.fused_ops import FusedOps
 from hetero_worker.layers.linear_kernels import (
+    ExpertFactors,
     LateSum,
     LinearKernel,
     PackedExperts,
@@ -61,6 +63,8 @@ _KINDS: Final = {(8, False): I8, (4, False): I4, (8, True): F8, (4, True): F4}
 """Kernels' formats by bits and whether values are floats."""
 _GROUP_UNIT: Final = 16
 """Inputs; groups are multiples of it."""
+_EXPERT_PARTS: Final = 3
+"""Of an expert that adapters change: gate, up and down projection."""
 _PRESENT: Final = 1
 """Stands for an address that is not known yet."""
 
@@ -202,6 +206,8 @@ class NativeExperts(PackedExperts):
         self._counts = counts
         self._table = ffi.new("hc_expert[]", experts.number + 1)
         self._held: Mapping[int, PackedMlp] = {}
+        self._factors = ffi.new("uintptr_t[]", MAX_ADAPTERS + 1)
+        self._adapters: dict[int, NativeFactors] = {}
         self._columns = 0
         if shared is not None:
             _fill(self._table[experts.number], shared)
@@ -216,12 +222,36 @@ class NativeExperts(PackedExperts):
         self._held = dict(experts)
         self._columns = max((int(self._table[number].columns) for number in experts), default=0)
 
-    def __call__(self, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, /) -> torch.Tensor:
+    def hold_adapter(
+        self,
+        number: int,
+        factors: Mapping[int, ExpertFactors],
+        dtype: torch.dtype,
+        *,
+        max_rank: int,  # noqa: ARG002
+    ) -> None:
+        """See `PackedExperts.hold_adapter`."""
+        none = (None,) * _EXPERT_PARTS
+        each = chain.from_iterable(factors.get(expert, none) for expert in range(self._shape.number))
+        held = NativeFactors(list(each), dtype)
+        self._factors[number] = held.address
+        self._adapters[number] = held
+
+    def __call__(
+        self, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, /, numbers: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `PackedExperts.__call__`. Raises ValueError for tensors that are not contiguous or of other types."""
-        return self._submit(normed, chosen, shares, shared_columns=self._shared_columns)
+        return self._submit(normed, chosen, shares, numbers, shared_columns=self._shared_columns)
 
     def in_two(
-        self, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, /, *, late: int
+        self,
+        normed: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        /,
+        *,
+        late: int,
+        numbers: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, LateSum]:
         """See `PackedExperts.in_two`. Raises as a call does.
 
@@ -229,17 +259,19 @@ class NativeExperts(PackedExperts):
         is chosen early by some and late by others. Its weights are read only once: both sums are computed at once.
         """
         (rows, width), per_token = normed.shape, self._shape.per_token
-        early = partial(self._submit, normed, chosen, shares, shared_columns=self._shared_columns, late=late)
+        submit = partial(self._submit, normed, chosen, shares, numbers)
+        early = partial(submit, shared_columns=self._shared_columns, late=late)
         if rows * per_token > self._shape.number:
             late_sum = self._op_queue.empty(rows, width, dtype=normed.dtype)
             return early(late_sum=late_sum), lambda: late_sum
-        return early(), partial(self._submit, normed, chosen, shares, shared_columns=0, skipped=per_token - late)
+        return early(), partial(submit, shared_columns=0, skipped=per_token - late)
 
     def _submit(
         self,
         normed: torch.Tensor,
         chosen: torch.Tensor,
         shares: torch.Tensor,
+        numbers: torch.Tensor | None,
         *,
         shared_columns: int,
         skipped: int = 0,
@@ -255,8 +287,9 @@ class NativeExperts(PackedExperts):
         op.table, op.x, op.y = address_of(self._table), normed.data_ptr(), y.data_ptr()
         op.chosen, op.shares, op.counts = chosen.data_ptr(), shares.data_ptr(), self._counts.data_ptr()
         op.skipped, op.late, op.late_y = skipped, late, _address(late_sum)
+        op.numbers, op.adapters, op.factors = _address(numbers), MAX_ADAPTERS + 1, address_of(self._factors)
         op.scratch = self._op_queue.scratch(op)
-        self._op_queue.submit(op, self, chosen)
+        self._op_queue.submit(op, self, chosen, numbers)
         return y
 
 

@@ -23,7 +23,7 @@ import torch
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan, Stage
 from hetero_worker.adapters.low_rank import AdapterRows
-from hetero_worker.adapters.peft_files import LoraAdapter, LowRankFactors
+from hetero_worker.adapters.peft_files import MAX_RANK, LoraAdapter, LowRankFactors
 from hetero_worker.attention.base import AttentionBackend, AttentionBatch
 from hetero_worker.attention.kv_cache import LayerCache, Zeros
 from hetero_worker.checkpoints.checkpoint import Checkpoint
@@ -59,7 +59,7 @@ class DecoderInput:
     logit_rows: torch.Tensor | None
     """int64 [draws]: rows whose logits are computed; None: all, in order."""
     adapters: torch.Tensor | None = None
-    """int64 [tokens] on the host: number of each row's adapter, 0: none; None: no row has one."""
+    """int64 [tokens]: number of each row's adapter, 0: none; None: no row has one."""
     streams_experts: bool = False
     """Whether experts of ranks on host cores come to the group's GPU rank."""
 
@@ -86,14 +86,16 @@ class Decoder:
         adapts_experts: bool = False,
         expert_buffer_bytes: int = 0,
         streams: DeviceStreams | None = None,
+        max_adapter_rank: int = MAX_RANK,
     ) -> None:
         """`lends_at_once`: the device computes beside copies to and from the host (`Lending`).
 
         `cache_dtype`: type of cached keys and values; None: `dtype`. `expert_deferral`: number of a token's chosen
         experts whose sum helpers return a layer late, fewer than it chooses; in a stage's last layer they return all.
         `borrows_vocabulary`: embedding and output head are another decoder's; see `borrow`. `adapts_experts`: experts
-        take adapters. `expert_buffer_bytes`: helpers' experts are shared with the leader, which has buffers of so many
-        bytes for them (`ExpertStream`); 0: they are not. `streams` are the leader's for its copies.
+        take adapters. `max_adapter_rank`: the largest of an adapter. `expert_buffer_bytes`: helpers' experts are shared
+        with the leader, which has buffers of so many bytes for them (`ExpertStream`); 0: they are not. `streams` are
+        the leader's for its copies.
         """
         self._config = config
         self._dtype = dtype
@@ -134,12 +136,12 @@ class Decoder:
         self._rotary = RotaryTables(
             config.ropes, head_dims=config.rotary_widths, max_length=max_length, dtype=dtype, device=device
         )
-        self._adapter_rows = AdapterRows()
+        self._adapter_rows = AdapterRows(max_adapter_rank)
         self.adapters: set[int] = set()
         """Numbers of the adapters that are held."""
-        self.expert_adapters: set[int] = set()
-        """Numbers of those that change experts of the model, of this rank or another."""
         self._experts = [layer.experts for layer in self._layers if layer.experts is not None] if adapts_experts else []
+        for experts in self._experts:
+            experts.take_adapters(self._adapter_rows)
         self._embedding: ShardedEmbedding | None = None
         self._layer_embedding: ShardedEmbedding | None = None
         self._layer_inputs: LayerInputs | None = None
@@ -221,73 +223,43 @@ class Decoder:
         return {i: layer.mlp for i, layer in enumerate(self._layers) if isinstance(layer.mlp, ExpertMlp)}
 
     @property
-    def adaptable(self) -> list[tuple[ShardedLinear, AdapterRows]]:
-        """Linear layers of this rank that take adapters, each with the adapters of its rows."""
-        linears = [(linear, self._adapter_rows) for layer in self._layers for linear in layer.adaptable]
-        return linears + [(linear, experts.adapter_rows) for experts in self._experts for linear in experts.linears]
+    def _adaptable(self) -> list[ShardedLinear]:
+        """Linear layers that take adapters, but for experts."""
+        return [linear for layer in self._layers for linear in layer.adaptable]
+
+    @property
+    def adaptable(self) -> list[ShardedLinear]:
+        """Linear layers of this rank that take adapters, experts' last."""
+        return [*self._adaptable, *(linear for experts in self._experts for linear in experts.linears)]
 
     def read_adapter(self, adapter: LoraAdapter) -> list[list[LowRankFactors | None]]:
         """Read this rank's factors of an open adapter, for `hold_adapter`. Raises ModelError."""
-        return [[adapter.factors(part) for part in linear.slices] for linear, _ in self.adaptable]
+        return [[adapter.factors(part) for part in linear.slices] for linear in self.adaptable]
 
     def hold_adapter(
-        self,
-        number: int,
-        factors: Sequence[Sequence[LowRankFactors | None]],
-        kernel: LinearKernel,
-        *,
-        changes_experts: bool = False,
+        self, number: int, factors: Sequence[Sequence[LowRankFactors | None]], kernel: LinearKernel
     ) -> None:
-        """Serve an adapter under a number in [1, MAX_ADAPTERS] from now on, in place of another that had it.
-
-        `changes_experts`: whether it does on any rank.
-        """
-        for (linear, rows), parts in zip(self.adaptable, factors, strict=True):
-            # Recorded steps have the products of all layers but experts, so these layers make them for any adapter.
-            if rows is self._adapter_rows or any(parts):
-                linear.take_adapters(kernel, rows, device=self.device).hold(number, parts, self._dtype)
-            else:
-                linear.drop_adapter(number)
-        self.adapters.add(number)
-        self.expert_adapters.discard(number)
-        if changes_experts:
-            self.expert_adapters.add(number)
-        self._note_adapters()
-
-    def _note_adapters(self) -> None:
+        """Serve an adapter under a number in [1, MAX_ADAPTERS] from now on, in place of another that had it."""
+        left = iter(factors)
+        # Recorded steps have the products of all layers, so all layers make them for any adapter.
+        for linear in self._adaptable:
+            linear.take_adapters(kernel, self._adapter_rows, device=self.device).hold(number, next(left), self._dtype)
         for experts in self._experts:
-            experts.note_adapters()
-
-    def _begin_adapters(self, numbers: torch.Tensor | None) -> None:
-        self._adapter_rows.begin(numbers)
-        if self._experts:
-            present = frozenset() if numbers is None else frozenset(numbers.tolist())
-            for experts in self._experts:
-                experts.begin(numbers, present)
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether this rank holds experts that take adapters."""
-        return bool(self._experts)
-
-    def adapts_experts(self, step: DecoderInput) -> bool:
-        """Return whether a row of the step has an adapter that changes experts: such steps are not recorded."""
-        if step.adapters is None or not self.expert_adapters:
-            return False
-        return not self.expert_adapters.isdisjoint(step.adapters.tolist())
+            experts.hold_adapter(number, [next(left) for _ in experts.linears], kernel, self._dtype)
+        self.adapters.add(number)
 
     def adapter_bytes(self, rank: int) -> int:
         """Return the bytes of an adapter of this rank that changes all that takes adapters."""
-        shapes = (part.shape for linear, _ in self.adaptable for part in linear.slices)
+        shapes = (part.shape for linear in self.adaptable for part in linear.slices)
         return sum(rank * (out + width) for out, width in shapes) * self._dtype.itemsize
 
     def drop_adapter(self, number: int) -> None:
         """Forget an adapter, which no row has any more."""
-        for linear, _ in self.adaptable:
+        for linear in self._adaptable:
             linear.drop_adapter(number)
+        for experts in self._experts:
+            experts.drop_adapter(number, self._dtype)
         self.adapters.discard(number)
-        self.expert_adapters.discard(number)
-        self._note_adapters()
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -420,7 +392,7 @@ class Decoder:
         exchange: Exchange,
     ) -> None:
         """Run the stage's layers over a micro-batch's `hidden` [rows, hidden] in place, or help with them."""
-        self._begin_adapters(None if step.adapters is None else step.adapters[batch.begin : batch.end])
+        self._adapter_rows.begin(None if step.adapters is None else step.adapters[batch.begin : batch.end])
         if self._rank not in stage.holders:
             self._help(stage, hidden, exchange, streams_experts=step.streams_experts)
             return
@@ -453,7 +425,14 @@ class Decoder:
         takes_part = self._rank == stage.leader or self._rank in stage.helpers
         if links is None or not takes_part:
             return None
-        return Lending(links, exchange, at_once=self._lends_at_once, sum_width=self._config.mlp_sum_width, ops=self.ops)
+        return Lending(
+            links,
+            exchange,
+            at_once=self._lends_at_once,
+            sum_width=self._config.mlp_sum_width,
+            ops=self.ops,
+            on_rows=self._adapter_rows.select,
+        )
 
     def _computed(self, stage: Stage) -> list[int]:
         return [i for i in range(stage.begin, stage.end) if i not in self._skipped]

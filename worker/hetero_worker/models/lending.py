@@ -83,11 +83,14 @@ class Lending:
         at_once: bool = False,
         sum_width: int | None = None,
         ops: FusedOps = PLAIN_OPS,
+        on_rows: Callable[[int, int], None] = lambda _begin, _end: None,
     ) -> None:
         """`at_once`: the leader's device starts its own part of all rows first, and computes while helpers work.
 
-        `sum_width`: elements of a row of partial sums; None: as many as hidden states have.
+        `sum_width`: elements of a row of partial sums; None: as many as hidden states have. `on_rows` is called before
+        rows [begin, end) of the step are computed.
         """
+        self._on_rows = on_rows
         self._sum_width = sum_width
         self._ops = ops
         self._exchange = exchange
@@ -110,10 +113,11 @@ class Lending:
         slices = self._cut(hidden)
         pieces = [hidden[begin:end] for begin, end in slices.bounds]
         if len(pieces) == 1:
-            return next(self._sums(pieces, own, slices.ahead, hidden))
+            return next(self._sums(pieces, own, slices, hidden))
         total = self._empty_sum(hidden)
-        for (begin, end), summed in zip(slices.bounds, self._sums(pieces, own, slices.ahead, hidden), strict=True):
+        for (begin, end), summed in zip(slices.bounds, self._sums(pieces, own, slices, hidden), strict=True):
             total[begin:end] = summed
+        self._on_rows(0, len(hidden))
         return total
 
     def help(self, like: torch.Tensor, mlp: Mlp, in_two: MlpInTwo | None = None) -> None:
@@ -133,6 +137,7 @@ class Lending:
             for begin, end in slices.bounds[k + len(coming) : k + slices.ahead]:
                 coming.append(self._exchange.receive(empty_like(self._ops, like[begin:end]), self._lend))
             rows = coming.popleft().wait()
+            self._on_rows(*slices.bounds[k])
             partial, late = (mlp(rows), None) if in_two is None else in_two(rows)
             if owed:
                 self._ops.add(partial, owed[k])
@@ -148,12 +153,13 @@ class Lending:
         return self._slices[1]
 
     def _sums(
-        self, pieces: Sequence[torch.Tensor], own: Mlp | None, ahead: int, whole: torch.Tensor
+        self, pieces: Sequence[torch.Tensor], own: Mlp | None, slices: RowSlices, whole: torch.Tensor
     ) -> Iterator[torch.Tensor]:
         """Yield the sum of each slice in turn."""
         lent: deque[_Lent] = deque()
+        ahead = slices.ahead
         started = len(pieces) if self._copies_all else ahead
-        partials = self._own_partials(pieces, own, whole)
+        partials = self._own_partials(pieces, own, slices, whole)
         for k in range(len(pieces)):
             lent.extend(self._start(piece) for piece in pieces[k + len(lent) : k + started])
             partial = next(partials)  # the lent slices travel meanwhile
@@ -162,7 +168,7 @@ class Lending:
             yield self._add(partial, [pending.wait() for pending in lent.popleft().sums])
 
     def _own_partials(
-        self, pieces: Sequence[torch.Tensor], own: Mlp | None, whole: torch.Tensor
+        self, pieces: Sequence[torch.Tensor], own: Mlp | None, slices: RowSlices, whole: torch.Tensor
     ) -> Iterator[torch.Tensor | None]:
         """Yield the leader's partial of each slice; on a device, all are computed for the first."""
         if own is None:
@@ -170,7 +176,9 @@ class Lending:
         elif self._at_once:
             yield from torch.split(own(whole), [len(piece) for piece in pieces])
         else:
-            yield from map(own, pieces)
+            for bounds, piece in zip(slices.bounds, pieces, strict=True):
+                self._on_rows(*bounds)
+                yield own(piece)
 
     def _start(self, piece: torch.Tensor) -> _Lent:
         send = self._exchange.start_send(piece, self._lend)

@@ -230,15 +230,9 @@ class GroupCommands:
         targets = adapter_targets(request.config, experts=request.adapts_experts)
         with LoraAdapter(directory, targets, max_rank=request.max_adapter_rank) as adapter:
             factors, files = shard.decoder.read_adapter(adapter), adapter.digests()
-            changes_experts = adapter.changes_experts
-        if changes_experts and shard.decoder.has_experts and self._backend.collectives is not None:
-            raise CommandRefused(
-                "the adapter changes experts, and some are on this rank's GPU; deal them to CPU ranks (placement), or "
-                "take an adapter of other modules"
-            )
 
         def commit() -> _Outcome:
-            shard.decoder.hold_adapter(order.number, factors, shard.kernel, changes_experts=changes_experts)
+            shard.decoder.hold_adapter(order.number, factors, shard.kernel)
             return _Outcome()
 
         return _Prepared(commit, files=files)

@@ -162,18 +162,19 @@ class InputBuffers:
             views = self._views_of(count)
             slots.advance(views.slots, views.keys)
 
-    def pad_decoding(self, count: int, num_rows: int) -> DecoderInput:
+    def pad_decoding(self, count: int, num_rows: int, *, has_adapters: bool) -> DecoderInput:
         """Return the last batch, of `count` rows that decode, padded to `num_rows`.
 
-        Rows of padding have one token each, in the null block, and draw nothing.
+        Rows of padding have one token each, in the null block, and no adapter; they draw nothing. `has_adapters`:
+        whether rows of the batch have one.
         """
         views = self._views_of(num_rows)
-        for array in (self._token_ids, self._positions, self._slot_mapping):
+        for array in (self._token_ids, self._positions, self._slot_mapping, self._adapters):
             array[count:num_rows] = 0
         views.rows.lengths[count:] = 1
         views.rows.block_tables[count:, 0] = 0
         self._logit_rows[count:num_rows] = self._row_numbers[count:num_rows]
-        return self._decode_input(num_rows)
+        return self._decode_input(num_rows, has_adapters=has_adapters)
 
     def _fill_decode(self, plan: ranks_pb2.StepPlan, slots: SlotTable, views: _DecodeViews, *, steps: int = 1) -> None:
         count = len(views.slots)
@@ -317,7 +318,7 @@ class InputBuffers:
             row += span.num_tokens
         return bool(self._adapters[:row].any())
 
-    def _decode_input(self, count: int, *, has_adapters: bool = False) -> DecoderInput:
+    def _decode_input(self, count: int, *, has_adapters: bool) -> DecoderInput:
         made = self._decode_inputs.get((count, has_adapters))
         if made is None:
             made = self._decoder_input(count, count, self._views_of(count).rows, (), has_adapters=has_adapters)

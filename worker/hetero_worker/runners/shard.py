@@ -145,6 +145,7 @@ def empty_decoder(request: LoadRequest, backend: DeviceBackend) -> Decoder:
         adapts_experts=request.adapts_experts,
         expert_buffer_bytes=request.expert_buffer_bytes,
         streams=backend.streams() if request.expert_buffer_bytes else None,
+        max_adapter_rank=request.max_adapter_rank,
     )
 
 
@@ -175,8 +176,9 @@ def _own_kv_cost(request: LoadRequest) -> KvCost:
 
 def graph_memory(request: LoadRequest, sizes: tuple[int, ...]) -> GraphMemory:
     """Return the memory that is kept for graphs of steps of these sizes, ascending."""
-    shard = request.shard_plan.ranks[request.rank]
-    return GraphMemory.of(memory_of(request), shard, sizes, num_host_ranks=request.num_host_ranks)
+    memory, shard = memory_of(request), request.shard_plan.ranks[request.rank]
+    has_adapters = request.max_adapters > 0
+    return GraphMemory.of(memory, shard, sizes, num_host_ranks=request.num_host_ranks, has_adapters=has_adapters)
 
 
 def budget_of(

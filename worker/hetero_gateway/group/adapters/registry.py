@@ -8,10 +8,12 @@ cache apart from that of every other adapter, also from that of an earlier one o
 
 from __future__ import annotations
 
+import asyncio
 import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -61,6 +63,7 @@ class AdapterRegistry:
         """By name, the least recently used first."""
         self._asked_s: dict[str, float] = {}
         self._in_use: dict[int, int] = {}
+        self._changed = asyncio.Event()
         for number, each in enumerate(spec.load, 1):
             assert each.directory is not None, "whoever read the resource has put directories in place of URIs"
             self.place(self.new(each.name, each.directory), number)
@@ -116,6 +119,18 @@ class AdapterRegistry:
                 return each.number, each
         return None
 
+    def note_change(self) -> None:
+        """Wake those that wait for room: there may be some."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_for_room(self, timeout_s: float) -> None:
+        """Return when there may be room, or that which a load waits for may have changed, or it is over anyway."""
+        unused = (each for each in self._adapters.values() if each.number and not self._in_use.get(each.number))
+        left = (self._asked_s.get(each.name, -math.inf) + SETTLED_S - self._clock() for each in unused)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), min([timeout_s, *(each for each in left if each > 0)]))
+
     def room_or_refuse(self) -> tuple[int, Adapter | None]:
         """As `room`. Raises WrongState where there is none."""
         room = self.room()
@@ -127,6 +142,7 @@ class AdapterRegistry:
         """Note the number that an adapter is loaded under from now on; 0: it is loaded no more."""
         self._adapters.pop(adapter.name, None)
         self._adapters[adapter.name] = replace(adapter, number=number)
+        self.note_change()
 
     def ask(self, adapter: Adapter) -> None:
         """Note that a request asks for a loaded adapter."""
@@ -141,6 +157,7 @@ class AdapterRegistry:
         if adapter.number and (number := self._in_use.get(adapter.number, 0)):
             raise WrongState(f"name: {number} requests use {name!r}; try again when they have ended, or abort them")
         self._asked_s.pop(name, None)
+        self.note_change()
         return self._adapters.pop(name)
 
     def begin(self, number: int) -> Callable[[], None]:
@@ -149,6 +166,7 @@ class AdapterRegistry:
 
         def end() -> None:
             self._in_use[number] -= 1
+            self.note_change()
 
         return end
 

@@ -188,7 +188,7 @@ class CudaBackend(DeviceBackend):
     @cached_property
     def steps(self) -> StepMaker:
         """Maker of steps that are replayed from graphs."""
-        return CudaSteps(self._driver, joins_experts=self._triton_problem is None)
+        return CudaSteps(self._driver, has_kernels=self._triton_problem is None)
 
     def sampler(self) -> ShardSampler:
         """Return a sampler on the device, with streams of its own."""

@@ -18,10 +18,10 @@ from hetero_worker.runners.step_parts import StepParts
 class CudaSteps:
     """Implements StepMaker; see the module."""
 
-    def __init__(self, driver: CudaDriver, *, joins_experts: bool) -> None:
-        """`joins_experts`: the device's kernels compute a layer's experts together."""
+    def __init__(self, driver: CudaDriver, *, has_kernels: bool) -> None:
+        """`has_kernels`: our kernels compute a layer's experts together, and adapters' products without the host."""
         self._driver = driver
-        self._joins_experts = joins_experts
+        self._has_kernels = has_kernels
 
     def make(self, bounds: PlanBounds, request: LoadRequest) -> StepParts:
         """Make inputs and forward pass of a new cache."""
@@ -33,7 +33,13 @@ class CudaSteps:
         if not padding.sizes:
             return StepParts(inputs, EagerForward(), async_inputs)
         reserved = graph_memory(request, padding.sizes)
-        forward = GraphForward(driver.graphs(), padding.sizes, bounds=bounds, reserved=reserved)
+        forward = GraphForward(
+            driver.graphs(),
+            padding.sizes,
+            bounds=bounds,
+            reserved=reserved,
+            records_adapters=self._has_kernels and request.max_adapters > 0,
+        )
         return StepParts(inputs, forward, async_inputs)
 
     def kernels(self, request: LoadRequest, exchange: Exchange | None) -> tuple[str, ...]:  # noqa: ARG002
@@ -48,9 +54,9 @@ class CudaSteps:
     def _padding(self, request: LoadRequest) -> Padding:
         if not self._driver.records_graphs:
             return Padding((), "the device records none")
-        return Padding.of(request, joins_experts=self._joins_experts)
+        return Padding.of(request, joins_experts=self._has_kernels)
 
     def _synchronous_because(self, request: LoadRequest) -> str:
-        if not self._joins_experts and has_experts(request):
+        if not self._has_kernels and has_experts(request):
             return HOST_CHOOSES
         return synchronous_because(request)

@@ -9,7 +9,7 @@ recorded steps find experts that were exchanged. Weights that slept lie elsewher
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from math import gcd
 from typing import Final, NamedTuple
@@ -18,6 +18,7 @@ import torch
 
 from hetero_api.model_parts import Activation, ExpertsConfig
 from hetero_api.rank_memory import CHOICES_AT_ONCE
+from hetero_worker.adapters.low_rank import MAX_ADAPTERS
 from hetero_worker.kernels.activations import gated
 from hetero_worker.kernels.grouped_matmul import (
     ADDRESSES,
@@ -27,9 +28,17 @@ from hetero_worker.kernels.grouped_matmul import (
     float_kind,
     grouped_linear,
 )
+from hetero_worker.kernels.low_rank import FACTORS, add_low_rank, column_blocks, place_factors
 from hetero_worker.kernels.quantized_matmul import CHUNK, constants_of
 from hetero_worker.kernels.row_product import add_experts
-from hetero_worker.layers.linear_kernels import LateSum, PackedExperts, PackedMlp, PackedWeight, PanelExperts
+from hetero_worker.layers.linear_kernels import (
+    ExpertFactors,
+    LateSum,
+    PackedExperts,
+    PackedMlp,
+    PackedWeight,
+    PanelExperts,
+)
 from hetero_worker.layers.triton.weights import DeviceWeight
 from hetero_worker.memory.panels import PanelLayer, PanelWeight
 
@@ -61,6 +70,12 @@ class DeviceExperts(PackedExperts):
         self._numbers = torch.arange(number + 1, device=device)
         self._tables = torch.zeros(2, number + 1, _ADDRESSES, dtype=torch.int64, device=device)
         """The last of a row of experts is the one that padding chooses, which is never held."""
+        self._adapters: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Of both products, once an adapter came: the table of all adapters' factors of all experts, and blocks of
+        columns, as `kernels.low_rank` has them."""
+        self._most_rank = 0
+        self._kept: dict[int, object] = {}
+        """Factors by the adapters' numbers."""
         self._kinds: tuple[ExpertKind, ExpertKind] | None = None
         self._held: Mapping[int, PackedMlp] = {}
 
@@ -76,26 +91,62 @@ class DeviceExperts(PackedExperts):
             tables[1, number] = torch.tensor(_addresses(mlp.down, mlp.down_bias))
         self._tables.copy_(tables)
 
-    def __call__(self, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, /) -> torch.Tensor:
+    def hold_adapter(
+        self, number: int, factors: Mapping[int, ExpertFactors], dtype: torch.dtype, *, max_rank: int
+    ) -> None:
+        """See `PackedExperts.hold_adapter`."""
+        assert self._kinds is not None, "experts are held before what adapters add to them"
+        device, rows = self._counts.device, len(self._numbers)
+        if not self._adapters:
+            self._most_rank = max_rank
+            half, hidden = self._kinds[1].inputs, self._kinds[1].outputs
+            for bounds in ([(0, half), (half, 2 * half)], [(0, hidden)]):
+                shape = (MAX_ADAPTERS + 1) * rows, len(bounds), int(FACTORS.value)
+                table = torch.zeros(shape, dtype=torch.int64, device=device)
+                self._adapters.append((table, column_blocks(bounds, device)))
+        (first, _), (second, _) = self._adapters
+        for table in (first, second):
+            table[number * rows : (number + 1) * rows].zero_()
+        self._kept[number] = [
+            (place_factors((gate, up), first[at], dtype), place_factors((down,), second[at], dtype))
+            for at, (gate, up, down) in ((number * rows + expert, each) for expert, each in factors.items())
+        ]
+
+    def __call__(
+        self, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, /, numbers: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `PackedExperts.__call__`. Raises RuntimeError before experts are held."""
-        return self._sum(normed, chosen, shares, self._shared)
+        return self._sum(normed, chosen, shares, numbers, self._shared)
 
     def in_two(
-        self, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, /, *, late: int
+        self,
+        normed: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        /,
+        *,
+        late: int,
+        numbers: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, LateSum]:
         """See `PackedExperts.in_two`. The late choices are computed when they are asked for."""
-        early = self._sum(normed, chosen[:, :-late], shares[:, :-late], self._shared)
-        return early, partial(self._sum, normed, chosen[:, -late:], shares[:, -late:], None)
+        early = self._sum(normed, chosen[:, :-late], shares[:, :-late], numbers, self._shared)
+        return early, partial(self._sum, normed, chosen[:, -late:], shares[:, -late:], numbers, None)
 
     def _sum(
-        self, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, shared: PackedMlp | None
+        self,
+        normed: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        numbers: torch.Tensor | None,
+        shared: PackedMlp | None,
     ) -> torch.Tensor:
         if self._kinds is None:
             raise RuntimeError("experts were computed before any were held")
         normed, chosen, shares = normed.contiguous(), chosen.contiguous(), shares.contiguous()
         total = torch.empty_like(normed) if shared is None else _product(shared, normed, self._activation)
         first, second = self._kinds
-        if first.bits == _ROW_BITS and not self._batch_invariant and 0 < chosen.numel() <= _FEW_CHOICES:
+        by_row = first.bits == _ROW_BITS and not self._batch_invariant and numbers is None
+        if by_row and 0 < chosen.numel() <= _FEW_CHOICES:
             add_experts(
                 *(normed, chosen, shares, self._tables, total),
                 width=second.inputs,
@@ -108,8 +159,32 @@ class DeviceExperts(PackedExperts):
         products = _Products(
             self._numbers, self._tables, self._kinds, self._counts, self._activation, self._batch_invariant
         )
-        products.add(total, normed, chosen, shares, adds=shared is not None)
+        adapters = None
+        if numbers is not None:
+            adapters = _Adapters(numbers, self._adapters, self._most_rank, len(self._numbers))
+        products.add(total, normed, chosen, shares, adds=shared is not None, adapters=adapters)
         return total
+
+
+class _Adapters(NamedTuple):
+    """What adapters of tokens add to the products of a layer's experts."""
+
+    numbers: torch.Tensor
+    """int64 [tokens]"""
+    products: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    """Tables and blocks of columns of both products, see `DeviceExperts`."""
+    most_rank: int
+    num_places: int
+    """Places of an adapter in a table."""
+
+    def places(self, chosen: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Return the place in a table of each choice [tokens · choices] of some tokens."""
+        return (self.numbers[rows, None] * self.num_places + chosen).view(-1)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, places: torch.Tensor, product: int) -> None:
+        """Add low-rank products to one of the two products of choices."""
+        table, blocks = self.products[product]
+        add_low_rank(x, y, places, table, blocks, most_rank=self.most_rank)
 
 
 class _Products(NamedTuple):
@@ -125,22 +200,38 @@ class _Products(NamedTuple):
     batch_invariant: bool = False
 
     def add(
-        self, total: torch.Tensor, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, *, adds: bool
+        self,
+        total: torch.Tensor,
+        normed: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        *,
+        adds: bool,
+        adapters: _Adapters | None = None,
     ) -> None:
         """Write the experts' sums to `total`, or add them to it; some rows at a time."""
         at_once = max(1, CHOICES_AT_ONCE // chosen.shape[1])
         for begin in range(0, len(normed), at_once):
             rows = slice(begin, begin + at_once)
-            results = self._results(normed[rows], chosen[rows])
+            results = self._results(normed[rows], chosen[rows], rows, adapters)
             add_choices(results, chosen[rows], shares[rows], self.tables[1], total[rows], adds=adds)
 
-    def _results(self, normed: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Return float32 results of choices [tokens · choices, hidden]."""
+    def _results(
+        self, normed: torch.Tensor, chosen: torch.Tensor, rows: slice, adapters: _Adapters | None
+    ) -> torch.Tensor:
+        """Return float32 results of choices [tokens · choices, hidden]; the tokens are these rows of a step."""
         choices = SortedChoices.of(chosen, self.numbers)
         invariant, (first, second) = self.batch_invariant, self.tables
         inner = grouped_linear(normed, choices, first, self.kinds[0], counts=self.counts, batch_invariant=invariant)
+        if adapters is None:
+            inner = gated(inner, self.activation)
+            return grouped_linear(inner, choices, second, self.kinds[1], dtype=torch.float32, batch_invariant=invariant)
+        places, tokens = adapters.places(chosen, rows), normed.index_select(0, choices.order // choices.per_token)
+        adapters.add(tokens, inner, places.index_select(0, choices.order), 0)
         inner = gated(inner, self.activation)
-        return grouped_linear(inner, choices, second, self.kinds[1], dtype=torch.float32, batch_invariant=invariant)
+        results = grouped_linear(inner, choices, second, self.kinds[1], dtype=torch.float32, batch_invariant=invariant)
+        adapters.add(torch.empty_like(inner).index_copy_(0, choices.order, inner), results, places, 1)
+        return results
 
 
 class DevicePanelExperts(PanelExperts):

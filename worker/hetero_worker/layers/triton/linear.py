@@ -3,6 +3,7 @@
 Quantised weights are multiplied by our kernels (`kernels.quantized_matmul`), floats by torch, by our own kernel if
 there is one row (`kernels.row_product`), or by another where a row must have the same bits in any batch
 (`kernels.matmul`). Packed weights can be looked up, so an embedding needs no memory beside a tied output head.
+Adapters' products are two kernels a layer (`kernels.low_rank`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import torch
 
 from hetero_api.model_parts import Activation, ExpertsConfig
 from hetero_api.weight_format import WeightFormat
+from hetero_worker.adapters.low_rank import MAX_ADAPTERS, AdapterRows, LowRank
+from hetero_worker.adapters.peft_files import LowRankFactors
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
+from hetero_worker.kernels.low_rank import FACTORS, add_low_rank, column_blocks, place_factors
 from hetero_worker.kernels.matmul import linear
 from hetero_worker.kernels.row_product import row_product
 from hetero_worker.layers.linear_kernels import (
@@ -82,6 +86,10 @@ class DeviceKernel(PlainKernel):
         """See `LinearKernel.panel_experts`."""
         return DevicePanelExperts(layer, buffer, activation, num_experts=experts.number)
 
+    def low_rank(self, heights: Sequence[int], rows: AdapterRows, *, device: torch.device) -> LowRank:
+        """See `LinearKernel.low_rank`."""
+        return DeviceLowRank(heights, rows, device=device)
+
 
 class TritonKernel(DeviceKernel):
     """Batch-invariant LinearKernel: a row has the same bits however many rows there are."""
@@ -96,6 +104,29 @@ class TritonKernel(DeviceKernel):
     def pack_heads(self, weight: torch.Tensor) -> PackedHeads:
         """Return products with the weight [heads, out, in], by torch row by row: there is no kernel of ours."""
         return HeadsByRow(weight)
+
+
+class DeviceLowRank(LowRank):
+    """LowRank by our kernels: rows find their adapters on the device, so recorded steps serve any that come and go."""
+
+    def __init__(self, heights: Sequence[int], rows: AdapterRows, *, device: torch.device) -> None:
+        super().__init__(heights, rows)
+        shape = MAX_ADAPTERS + 1, len(heights), int(FACTORS.value)
+        self._table = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._blocks = column_blocks(self._bounds, device)
+        self._held: dict[int, list[torch.Tensor]] = {}
+
+    def hold(self, number: int, factors: Sequence[LowRankFactors | None], dtype: torch.dtype) -> None:
+        """See `LowRank.hold`."""
+        self._held[number] = place_factors(factors, self._table[number], dtype)
+
+    def drop(self, number: int) -> None:
+        """See `LowRank.drop`."""
+        self._table[number].zero_()
+        self._held.pop(number, None)
+
+    def _add(self, x: torch.Tensor, y: torch.Tensor, numbers: torch.Tensor) -> None:
+        add_low_rank(x, y, numbers, self._table, self._blocks, most_rank=self._rows.max_rank)
 
 
 class _FloatWeight(TorchWeight):

@@ -413,6 +413,13 @@ typedef struct {
     const void *down_bias;       /* [width], or NULL */
 } hc_expert;
 
+/* An adapter's factors for one part of a layer's outputs, both of the type of x. */
+typedef struct {
+    uint64_t rank;    /* at most HC_MAX_RANK; 0: the part stays as it is */
+    const void *down; /* [rank, in] */
+    const void *up;   /* [rank, columns of the part] */
+} hc_factors;
+
 /* y = the sum of the chosen experts' outputs, times their shares, in the order of the choice, and of the shared expert's, which is
  * first. Experts that are elsewhere add nothing. The first `skipped` and the last `late` of a row's choices are left out; late_y,
  * if it is given, is the sum of the last ones. */
@@ -437,19 +444,16 @@ typedef struct {
     uint64_t skipped;       /* with `late` at most per_token */
     uint64_t late;
     void *late_y;           /* [rows, width], or NULL */
+    const int64_t *numbers; /* [rows]: each row's adapter, as of hc_low_rank_op; NULL: no row has one */
+    uint64_t adapters;
+    const hc_factors *const *factors; /* [adapters]: [experts, 3] each, of gate, up and down; NULL: none. Read as `table` */
 } hc_experts_op;
-
-/* An adapter's factors for one part of a layer's outputs, both of the type of x. */
-typedef struct {
-    uint64_t rank;    /* at most HC_MAX_RANK; 0: the part stays as it is */
-    const void *down; /* [rank, in] */
-    const void *up;   /* [rank, columns of the part] */
-} hc_factors;
 
 /* y += the products of each row's adapter, part by part: up transposed times (down times x). */
 typedef struct {
     hc_op op;
-    uint64_t type;           /* of x, y and factors */
+    uint64_t type;           /* of x and factors */
+    uint64_t y_type;         /* that of x, or HC_F32 */
     uint64_t in;
     const void *x;           /* [rows, in] */
     uint64_t x_stride;       /* elements from row to row */
@@ -458,7 +462,7 @@ typedef struct {
     void *y;                 /* [rows, ends[parts - 1]] */
     const int64_t *numbers;  /* [rows]: each row's adapter; 0, and what is not in the table: none */
     uint64_t adapters;
-    const hc_factors *table; /* [adapters, parts]; read, as the numbers, whenever the operation runs */
+    const hc_factors *const *table; /* [adapters]: [parts] each, or NULL: none. Read, as the numbers, whenever it runs */
     void *scratch;           /* hc_scratch_bytes of this op */
 } hc_low_rank_op;
 

@@ -2,11 +2,11 @@
  *
  * Members share the work, not the experts: all panels of all experts at work are one line, in which a panel is as long as it
  * takes, and each member has an equal part of it. A part of an expert's panels is a smaller matrix, which the linear kernel
- * multiplies with as ever: so a row's bits are its own. */
+ * multiplies with as ever: so a row's bits are its own. What adapters add to the products is shared by choices. */
 #include "experts.h"
 #include "isa.h"
 
-extern hc_kernel HC_NAME(experts), HC_NAME(gated), HC_NAME(linear);
+extern hc_kernel HC_NAME(experts), HC_NAME(gated), HC_NAME(linear), HC_BASE_NAME(low_rank);
 
 #define LEAST_COST 8 /* rows that a panel takes as long for as to be read from memory */
 #define PIECE 64     /* columns that are one member's */
@@ -184,6 +184,52 @@ static void multiply_share(const hc_round *round, int side, const hc_crew *crew,
     }
 }
 
+/* The factors, of one side, of the adapter of a row of the round; NULL: it has none that changes experts. */
+static const hc_factors *factors_of(const hc_round *round, uint64_t row, uint64_t expert, int side) {
+    const hc_experts_op *op = round->op;
+    uint64_t number = (uint64_t)op->numbers[round->first + row];
+    const hc_factors *factors = number && number < op->adapters ? op->factors[number] : NULL;
+    return factors ? factors + 3 * expert + (side == DOWN ? 2 : 0) : NULL;
+}
+
+/* Adds a row's adapter's products to those of a job. */
+static void adapt_row(const hc_round *round, const hc_job *job, uint64_t row, int side, void *scratch) {
+    const hc_experts_op *op = round->op;
+    uint64_t from = job->from[row], columns = job->expert->columns, ends[] = {columns, 2 * columns};
+    const hc_factors *table[] = {NULL, factors_of(round, from, (uint64_t)(job->expert - op->table), side)};
+    if (!table[1])
+        return;
+    int64_t number = 1;
+    hc_crew alone = {1, NULL};
+    hc_low_rank_op one = {.op = {HC_LOW_RANK, 1}, .type = op->type, .y_type = op->type, .in = op->width, .parts = 2};
+    one.x = hc_at(op->x, (round->first + from) * op->width, op->type);
+    one.ends = ends;
+    one.y = hc_to(job->gate_up, row * 2 * columns, op->type);
+    if (side == DOWN) {
+        one.y_type = HC_F32;
+        one.in = columns;
+        one.parts = 1;
+        one.x = hc_at(job->gated, row * columns, op->type);
+        ends[0] = op->width;
+        one.y = job->y + row * op->width;
+    }
+    one.numbers = &number;
+    one.adapters = 2;
+    one.table = table;
+    one.scratch = scratch;
+    HC_BASE_NAME(low_rank)(&one.op, &alone, 0);
+}
+
+/* A member's part of what adapters add to one side of all choices. */
+static void adapt_share(const hc_round *round, int side, const hc_crew *crew, uint64_t member, void *scratch) {
+    uint64_t choices = ((const uint32_t *)at(round, round->room.starts))[round->op->experts], place = 0, begin, end;
+    hc_share_of(choices, crew->size, member, &begin, &end);
+    for (const hc_job *job = round->jobs; job->expert && job->from; place += job++->rows)
+        for (uint64_t row = 0; row < job->rows; row++)
+            if (place + row >= begin && place + row < end)
+                adapt_row(round, job, row, side, scratch);
+}
+
 static void gate(const hc_round *round, hc_crew *crew, uint64_t member) {
     const hc_experts_op *op = round->op;
     uint64_t choices = ((const uint32_t *)at(round, round->room.starts))[op->experts];
@@ -250,10 +296,18 @@ void HC_NAME(experts)(const hc_op *header, hc_crew *crew, uint64_t member) {
         hc_meet(crew);
         multiply_share(&round, GATE_UP, crew, member, own);
         hc_meet(crew);
+        if (op->numbers) {
+            adapt_share(&round, GATE_UP, crew, member, own);
+            hc_meet(crew);
+        }
         gate(&round, crew, member);
         hc_meet(crew);
         multiply_share(&round, DOWN, crew, member, own);
         hc_meet(crew);
+        if (op->numbers) {
+            adapt_share(&round, DOWN, crew, member, own);
+            hc_meet(crew);
+        }
         add_up(&round, crew, member);
         if (round.first + round.rows < header->rows)
             hc_meet(crew); /* before what was read is written for the next ones */

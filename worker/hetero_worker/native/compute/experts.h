@@ -3,6 +3,7 @@
 #define HETERO_EXPERTS_H
 
 #include "linear.h"
+#include "low_rank.h"
 
 #define HC_CHOICES 4096u    /* of rows that are computed at a time, at most; one row's at least */
 #define HC_EXPERT_ROWS 64u  /* that a member prepares at a time */
@@ -70,7 +71,8 @@ static inline uint64_t hc_experts_member_bytes(const hc_experts_op *op) {
     uint64_t columns = op->columns > op->shared_columns ? op->columns : op->shared_columns;
     uint64_t first = hc_product_bytes(op, 2 * columns, op->width, op->type);
     uint64_t second = hc_product_bytes(op, op->width, columns, HC_F32);
-    return hc_gathered_bytes(op) + (first > second ? first : second);
+    uint64_t most = first > second ? first : second, adapted = hc_low_rank_bytes(&(hc_low_rank_op){.op.rows = 1, .parts = 2});
+    return hc_gathered_bytes(op) + (most > adapted ? most : adapted);
 }
 
 #endif

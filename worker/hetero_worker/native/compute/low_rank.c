@@ -13,7 +13,7 @@ extern hc_kernel HC_NAME(low_rank);
 /* The factors of a row's adapter for the first part; NULL: it has none. */
 static const hc_factors *factors_of(const hc_low_rank_op *op, uint64_t row) {
     uint64_t number = (uint64_t)op->numbers[row];
-    return number && number < op->adapters ? op->table + number * op->parts : NULL;
+    return number && number < op->adapters ? op->table[number] : NULL;
 }
 
 static float *products_of(const hc_low_rank_op *op, uint64_t row, uint64_t part) {
@@ -49,19 +49,19 @@ V_INLINE void shrink_block(const hc_low_rank_op *op, const void *x, const hc_fac
 
 /* y += products times `up`, for columns [begin, end) of a part, rounded once. */
 V_INLINE void expand_piece(const hc_factors *factors, const float *products, uint64_t begin, uint64_t end, uint64_t width,
-                           void *y, const uint64_t type) {
+                           void *y, const uint64_t y_type, const uint64_t type) {
     for (uint64_t i = begin; i < end; i += HC_W) {
         vf sum = {0};
         for (uint64_t k = 0; k < factors->rank; k++) {
             const void *up = hc_at(factors->up, k * width + i, type);
             sum = v_fma(v_all(products[k]), v_load_up_to_as(up, end - i, type), sum);
         }
-        void *at = hc_to(y, i, type);
-        v_store_up_to_as(at, v_load_up_to_as(at, end - i, type) + sum, end - i, type);
+        void *at = hc_to(y, i, y_type);
+        v_store_up_to_as(at, v_load_up_to_as(at, end - i, y_type) + sum, end - i, y_type);
     }
 }
 
-/* Factors have the type of x, which is that of y. */
+/* Factors have the type of x. */
 V_INLINE void shrink_rows(const hc_low_rank_op *op, uint64_t first, uint64_t rows, const hc_crew *crew, uint64_t member,
                           const uint64_t type) {
     uint64_t turn = 0;
@@ -76,19 +76,24 @@ V_INLINE void shrink_rows(const hc_low_rank_op *op, uint64_t first, uint64_t row
 }
 
 V_INLINE void expand_rows(const hc_low_rank_op *op, uint64_t first, uint64_t rows, const hc_crew *crew, uint64_t member,
-                          const uint64_t type) {
+                          const uint64_t y_type, const uint64_t type) {
     for (uint64_t row = 0; row < rows; row++) {
         const hc_factors *factors = factors_of(op, first + row);
-        void *y = hc_to(op->y, (first + row) * op->ends[op->parts - 1], type);
+        void *y = hc_to(op->y, (first + row) * op->ends[op->parts - 1], y_type);
         for (uint64_t part = 0, begin = 0; factors && part < op->parts; begin = op->ends[part++]) {
             uint64_t width = op->ends[part] - begin, pieces = factors[part].rank ? (width + PIECE - 1) / PIECE : 0;
             for (uint64_t piece = member; piece < pieces; piece += crew->size) {
                 uint64_t end = (piece + 1) * PIECE < width ? (piece + 1) * PIECE : width;
-                expand_piece(factors + part, products_of(op, row, part), piece * PIECE, end, width, hc_to(y, begin, type),
-                             type);
+                expand_piece(factors + part, products_of(op, row, part), piece * PIECE, end, width, hc_to(y, begin, y_type),
+                             y_type, type);
             }
         }
     }
+}
+
+V_INLINE void expand_own_type(const hc_low_rank_op *op, uint64_t first, uint64_t rows, const hc_crew *crew, uint64_t member,
+                              const uint64_t type) {
+    expand_rows(op, first, rows, crew, member, type, type);
 }
 
 void HC_NAME(low_rank)(const hc_op *header, hc_crew *crew, uint64_t member) {
@@ -99,6 +104,9 @@ void HC_NAME(low_rank)(const hc_op *header, hc_crew *crew, uint64_t member) {
             hc_meet(crew); /* before the products are written again */
         V_TYPED(op->type, shrink_rows, op, first, rows, crew, member);
         hc_meet(crew);
-        V_TYPED(op->type, expand_rows, op, first, rows, crew, member);
+        if (op->y_type == op->type)
+            V_TYPED(op->type, expand_own_type, op, first, rows, crew, member);
+        else
+            V_TYPED(op->type, expand_rows, op, first, rows, crew, member, (uint64_t)HC_F32);
     }
 }

@@ -26,8 +26,8 @@ from hetero_worker.runners.input_batch import InputBatch, InputBuffers
 from hetero_worker.runners.plan_check import PlanBounds, num_decode_rows
 from hetero_worker.runners.slots import SlotTable, draw_of
 
-_PARTS: Final = 3
-"""Numbers of a token: its id, its position and its slot of the cache."""
+_PARTS: Final = 4
+"""Numbers of a token: its id, its position, its slot of the cache and its adapter."""
 
 
 class DeviceInputs:
@@ -43,18 +43,20 @@ class DeviceInputs:
         self._copies_end: Moment = PAST
         self._packed = torch.zeros(_PARTS * tokens + rows, dtype=torch.int64, pin_memory=pins_memory)
         self._there = torch.zeros(len(self._packed), dtype=torch.int64, device=device)
-        """Token ids, positions, slots and logit rows of the last step, one after another."""
+        """Token ids, positions, slots, logit rows and adapters of the last step, one after another."""
 
     def fill(self, plan: ranks_pb2.StepPlan, slots: SlotTable) -> InputBatch:
         """As StepInputs.fill; `decoder_input` of a step that only decodes has as many rows as its padded size.
 
-        Steps with adapters are not padded, nor are those that save states: no graph serves them.
+        Steps that save states are not padded: no graph serves them.
         """
         self._copies_end.wait()  # the host's buffers are about to be overwritten
         batch = self._host.fill(plan, slots)
         step = batch.decoder_input
-        if step.attention.only_decodes and step.adapters is None:
-            step = self._padded(num_decode_rows(plan))
+        if step.attention.only_decodes:
+            count = num_decode_rows(plan)
+            size = self._padding.padded(count)
+            step = self._host.pad_decoding(count, size, has_adapters=step.adapters is not None)
         decoder_input = self._copied(step)
         self._copies_end = self._streams.now()
         return replace(batch, decoder_input=decoder_input)
@@ -69,21 +71,22 @@ class DeviceInputs:
         """As StepInputs.advance_decoding."""
         self._host.advance_decoding(count, slots)
 
-    def _padded(self, count: int) -> DecoderInput:
-        return self._host.pad_decoding(count, self._padding.padded(count))
-
     def _copied(self, step: DecoderInput) -> DecoderInput:
-        rows = () if step.logit_rows is None else (step.logit_rows,)
-        parts = step.token_ids, step.positions, step.attention.slot_mapping, *rows
+        assert step.logit_rows is not None, "a step of a plan says whose logits it wants"
+        parts = [step.token_ids, step.positions, step.attention.slot_mapping, step.logit_rows]
+        if step.adapters is not None:
+            parts.append(step.adapters)
         sizes = list(map(len, parts))
         packed, there = self._packed[: sum(sizes)], self._there[: sum(sizes)]
         torch.cat(parts, out=packed)
-        token_ids, positions, slot_mapping, *logit_rows = torch.split(there.copy_(packed, non_blocking=True), sizes)
+        token_ids, positions, slot_mapping, logit_rows, *adapters = torch.split(
+            there.copy_(packed, non_blocking=True), sizes
+        )
         return DecoderInput(
             token_ids=token_ids,
             positions=positions,
             attention=replace(step.attention, slot_mapping=slot_mapping),
-            logit_rows=logit_rows[0] if logit_rows else None,
-            adapters=step.adapters,
+            logit_rows=logit_rows,
+            adapters=adapters[0] if adapters else None,
             streams_experts=step.streams_experts,
         )

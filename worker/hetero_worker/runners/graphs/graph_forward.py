@@ -1,6 +1,7 @@
 """GraphForward: steps that only decode are replayed from graphs, one for each padded size; others go eagerly.
 
-So do steps with rows of adapters, and all steps of a rank some of whose layers compute experts one by one.
+Steps with rows of adapters have graphs of their own, where our kernels compute the adapters' products, so that others
+launch nothing for adapters. All steps of a rank go eagerly if some of its layers compute experts one by one.
 
 The first step of a size goes eagerly, which prepares it: kernels are compiled, libraries take their workspaces. The
 second is recorded while it is made, and all further ones are replays. Which steps these are follows from the plans, so
@@ -43,6 +44,10 @@ SPARE_BYTES: Final = 256 * 1024**2
 """Memory that a graph leaves free at least, beside as much as the largest one took."""
 
 
+_Kind = tuple[int, bool]
+"""Of a graph: its number of rows, and whether some may have adapters."""
+
+
 @dataclass(slots=True)
 class _Bound:
     """Decoder and caches that graphs have been recorded of."""
@@ -55,8 +60,8 @@ class _Bound:
     exchange: BreakingExchange
     waits: bool
     """Whether a pass waits for the device, which no graph can."""
-    prepared: set[int] = field(default_factory=set)
-    graphs: dict[int, RecordedPass[ForwardStates]] = field(default_factory=dict)
+    prepared: set[_Kind] = field(default_factory=set)
+    graphs: dict[_Kind, RecordedPass[ForwardStates]] = field(default_factory=dict)
 
     def run(self, step: DecoderInput) -> ForwardStates:
         """Run the pass itself, padded."""
@@ -67,13 +72,24 @@ class GraphForward:
     """Implements ForwardPass for a device; see the module."""
 
     def __init__(
-        self, backend: GraphBackend, sizes: Sequence[int], *, bounds: PlanBounds, reserved: GraphMemory
+        self,
+        backend: GraphBackend,
+        sizes: Sequence[int],
+        *,
+        bounds: PlanBounds,
+        reserved: GraphMemory,
+        records_adapters: bool,
     ) -> None:
-        """`sizes`: what steps that only decode have been padded to, at least one. `reserved`: what is kept for them."""
+        """`sizes`: what steps that only decode have been padded to, at least one. `reserved`: what is kept for them.
+
+        `records_adapters`: whether steps with rows of adapters have graphs, too.
+        """
         backend.reserve(reserved.activations)
         self._backend = backend
         self._reserved = reserved
         self._sizes = frozenset(sizes)
+        self._records_adapters = records_adapters
+        self._most_graphs = len(self._sizes) * (2 if records_adapters else 1)
         self._bounds = bounds
         self._breaks = Breaks(backend)
         self._step = CurrentStep()
@@ -88,35 +104,37 @@ class GraphForward:
     ) -> ForwardStates:
         """Replay the graph of the step's size, recording it first; other steps run as they are."""
         step = batch.decoder_input
-        size = len(step.token_ids)
-        if not step.attention.only_decodes or step.adapters is not None or size not in self._sizes:
+        size, has_adapters = len(step.token_ids), step.adapters is not None
+        is_recorded = size in self._sizes and (self._records_adapters or not has_adapters)
+        if not step.attention.only_decodes or not is_recorded:
             return self._eager.run(decoder, batch, caches=caches, exchange=exchange)
         bound = self._bind(decoder, caches, exchange)
         if bound.waits:
             return self._eager.run(decoder, batch, caches=caches, exchange=exchange)
         self._step.begin(len(batch.draw_slots), size=size)
         with bound.attention.prepared(step.attention):
-            return self._pass(bound, step, size)
+            return self._pass(bound, step, (size, has_adapters))
 
-    def _pass(self, bound: _Bound, step: DecoderInput, size: int) -> ForwardStates:
-        graph = bound.graphs.get(size)
+    def _pass(self, bound: _Bound, step: DecoderInput, kind: _Kind) -> ForwardStates:
+        graph = bound.graphs.get(kind)
         if graph is not None:
             return graph.replay()
-        if size in bound.prepared and self._has_room():
-            return self._record(bound, step, size)
-        bound.prepared.add(size)
+        if kind in bound.prepared and self._has_room():
+            return self._record(bound, step, kind)
+        bound.prepared.add(kind)
         with self._counting(), self._backend.aside():
             return bound.run(step)
 
-    def _record(self, bound: _Bound, step: DecoderInput, size: int) -> ForwardStates:
+    def _record(self, bound: _Bound, step: DecoderInput, kind: _Kind) -> ForwardStates:
         began_s, before_bytes = time.perf_counter(), self.graph_bytes
         with self._counting():
-            graph = bound.graphs[size] = self._breaks.record(lambda: bound.run(step))
+            graph = bound.graphs[kind] = self._breaks.record(lambda: bound.run(step))
         taken = self.graph_bytes - before_bytes
         self._largest_bytes = max(self._largest_bytes, taken)
         logger.info(
-            "graph of %d rows: %d segments, %d calls between them, %s of memory, recorded in %.2f s",
-            size,
+            "graph of %d rows%s: %d segments, %d calls between them, %s of memory, recorded in %.2f s",
+            kind[0],
+            " with adapters" if kind[1] else "",
             graph.num_segments,
             len(graph.parts) - graph.num_segments,
             mib(taken),
@@ -142,7 +160,7 @@ class GraphForward:
                 mib(taken),
                 mib(reserved),
             )
-        elif taken <= reserved and number == len(self._sizes):
+        elif taken <= reserved and number == self._most_graphs:
             logger.info("all %d graphs took %s of the %s that are kept for them", number, mib(taken), mib(reserved))
 
     def _has_room(self) -> bool:

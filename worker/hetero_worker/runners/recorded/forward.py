@@ -99,7 +99,7 @@ class NativeForward:
         """See `ForwardPass.run`."""
         step = batch.decoder_input
         bound = self._bind(decoder, caches, exchange)
-        if not step.attention.only_decodes or decoder.adapts_experts(step):
+        if not step.attention.only_decodes:
             return self._run_eagerly(bound, batch)
         if id(step) not in bound.passes:
             return self._record(bound, step)

@@ -63,8 +63,6 @@ class MultiStepDecode:
         """
         cache = context.cache
         kind = len(plan.decode_slots), cache.slots.have_adapters(plan.decode_slots)
-        if kind[1] and context.decoder.expert_adapters:
-            return None
         if kind not in self._agreed:
             self._agreed[kind] = None
             return None
