@@ -85,8 +85,15 @@ MUTANTS: Final = (
     Mutant(
         "proposals: the draw behind a wrong token is kept, too",
         "worker/hetero_worker/runners/running_step.py",
-        "number = num_accepted(tokens, proposed.get(slot, ())) + 1",
-        "number = min(len(tokens), num_accepted(tokens, proposed.get(slot, ())) + 2)",
+        "number = num_accepted(tokens, proposal.token_ids) + 1",
+        "number = min(len(tokens), num_accepted(tokens, proposal.token_ids) + 2)",
+        ("tests/unit/worker_model/test_proposals.py",),
+    ),
+    Mutant(
+        "proposals: states go back a token too few",
+        "worker/hetero_worker/runners/running_step.py",
+        "proposal.snapshots[number - 1]",
+        "proposal.snapshots[min(number, len(proposal.snapshots) - 1)]",
         ("tests/unit/worker_model/test_proposals.py",),
     ),
     Mutant(
@@ -169,6 +176,20 @@ MUTANTS: Final = (
         "by_share=bool(late)",
         "by_share=False",
         ("tests/unit/worker_model/test_expert_deferral.py",),
+    ),
+    Mutant(
+        "experts that stream: a buffer is filled while the layer that it holds is computed",
+        "worker/hetero_worker/models/streaming.py",
+        "self._start(self._order[following], self._streams.now())",
+        "self._start(self._order[following], PAST)",
+        ("tests/unit/worker_model/test_expert_streaming.py",),
+    ),
+    Mutant(
+        "experts that stream: one that has come is taken for the one that has left",
+        "worker/hetero_worker/runners/experts.py",
+        "stream.rename(rank, layer, leaving, arriving)",
+        "stream.rename(rank, layer, leaving, leaving)",
+        ("tests/unit/worker_model/test_expert_streaming.py",),
     ),
     Mutant(
         "experts: counts of before never fade",

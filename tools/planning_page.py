@@ -6,7 +6,7 @@ Published figures stand here with their sources; everything else is computed, so
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,12 +19,13 @@ from hetero_api.spec import PlacementShares
 from hetero_api.spec_pools import PoolType
 from hetero_client.cli.plan_inputs import HARDWARE, MODELS, from_examples
 from hetero_placement.assumed_hardware import AssumedHardware, assume, whole_machine
-from hetero_placement.cost_model import CostModel
+from hetero_placement.cost_model import CostModel, StreamedSteps
 from hetero_placement.decision import Bounds, bounds_of, quantized_config
 from hetero_placement.hardware import Hardware
 from hetero_placement.memory_model import MemoryModel
 from hetero_placement.shard_plans import deal_within_layers
 from hetero_placement.steps import LOADS, Load
+from hetero_placement.streaming import StreamingCosts, plan_problem
 
 PAGE: Final = Path("docs/planning.md")
 GB: Final = 1e9
@@ -51,6 +52,8 @@ class Published:
     has_gpu: bool = True
     changes: Any = None
     """Changes of the example machine, by kind."""
+    streams: bool = False
+    """Whether experts come to the GPU, for the whole prompt at once."""
 
 
 _SOURCES: Final = (
@@ -83,10 +86,13 @@ PUBLISHED: Final = (
     Published(2, "kt-kernel, decode after 2k", _AMD, "minimax-m2", Load(2048, 1), 32.1, "none", changes=_EPYC),
     Published(2, "kt-kernel, decode after 32k", _AMD, "minimax-m2", Load(32768, 1), 27.6, "none", changes=_EPYC),
     Published(2, "kt-kernel, prefill of 2k", _AMD, "minimax-m2", Load(2048), 408, "none", changes=_EPYC),
-    Published(2, "kt-kernel, prefill of 32k, streamed", _AMD, "minimax-m2", Load(32768), 2540, "none", changes=_EPYC),
+    Published(
+        2, "kt-kernel, prefill of 32k, streamed", _AMD, "minimax-m2", Load(32768), 2540, "none", changes=_EPYC,
+        streams=True,
+    ),
     Published(3, "decode, 4 bits", _AMD, "deepseek-v3", Load(2048, 1), 28),
     Published(3, "decode, FP8", _AMD, "deepseek-v3", Load(2048, 1), 21.5, "none"),
-    Published(3, "prefill of 32k, streamed", _AMD, "deepseek-v3", Load(32768), 1200, "none"),
+    Published(3, "prefill of 32k, streamed", _AMD, "deepseek-v3", Load(32768), 1200, "none", streams=True),
     Published(4, "llama.cpp, decode on one CPU", _AMD, "kimi-k2", Load(2048, 1), 11.5, sockets=1, has_gpu=False),
 )  # fmt: skip
 _INTRO: Final = """\
@@ -133,14 +139,26 @@ _PUBLISHED: Final = """
 
 Predicted is attention on the GPU and all experts on CPU ranks, a rank a socket; the GPU keeps the published widths, too
 (8 bits for FP8), and CPU ranks get all 2,048 rows of a step at once, and columns of every expert, as these systems do.
-Without a GPU all parts lie on the CPU. Figures are tokens/s. The first line is the one that `expertShare` was chosen
+Without a GPU all parts lie on the CPU. What is streamed comes to the GPU once for the whole prompt. Figures are
+tokens/s. The first line is the one that `expertShare` was chosen
 by; it proves nothing.
 """
+_STREAMED: Final = """
+## Long prompts that stream experts
+
+From some length on, it takes less time to copy a layer's experts to the GPU than to compute them on CPU ranks
+([how](using.md#long-prompts-whose-experts-come-to-the-gpu)). For the placement of the table above, with steps of up to
+8,192 tokens: the tokens of a step from which on that is so, those from which on copies cost nothing because computing
+takes as long, the memory of both buffers on the GPU, and tokens/s of a prompt of 32k where experts stay and where
+they come.
+"""
+_STREAMED_CHUNK: Final = 8192
 _MISSES: Final = """
 What differs by more than 30 % has its reasons:
 
-- Prompts of 32k are *streamed* by these systems: the GPU computes experts whose weights come over the bus. There is no
-  such thing here yet, so CPU ranks compute them, and that is what is predicted.
+- Streamed prompts of MiniMax-M2 are predicted by the full rates of bus and GPU, which no system reaches. Those of
+  DeepSeek-V3 take long here for another reason: latent attention multiplies prompts, too, with the compressed cache,
+  which is several times the work of keys and values that are made of it.
 - Prefill on a CPU depends on kernels more than on hardware. KTransformers 0.3 was a preview; the same team states 418
   tokens/s for later kernels on a Xeon of that generation (*AMX.md*, 2025). llama.cpp used neither AMX nor all cores'
   rate for these widths.
@@ -156,7 +174,18 @@ def generate_planning_page(root: Path) -> list[Path]:
     target = root / PAGE
     target.parent.mkdir(parents=True, exist_ok=True)
     sources = (f"{number}. {source}" for number, source in enumerate(_SOURCES, start=1))
-    lines = [_INTRO, *_examples(), _PUBLISHED, *_published(), _MISSES, "Sources:", "", *sources]
+    lines = [
+        _INTRO,
+        *_examples(),
+        _STREAMED,
+        *_streamed(),
+        _PUBLISHED,
+        *_published(),
+        _MISSES,
+        "Sources:",
+        "",
+        *sources,
+    ]
     target.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return [PAGE]
 
@@ -170,9 +199,11 @@ def predicted(figure: Published) -> float:
     resource = whole_machine(assumed, name="published", model={"dtype": "bfloat16"})
     hardware = assume(resource.spec, assumed)
     plan = _experts_on_cpu(config, hardware, has_gpu=figure.has_gpu)
-    bounds = Bounds(max_model_len=40_960, max_num_batched_tokens=_STEP_ROWS)
+    rows = figure.load.tokens if figure.streams else _STEP_ROWS
+    bounds = Bounds(max_model_len=40_960, max_num_batched_tokens=rows)
     model = CostModel(config, hardware, dtype="bfloat16", slice_rows=_STEP_ROWS)
-    return model.tokens_per_s(plan, figure.load, bounds)
+    streamed = StreamedSteps(1, StreamingCosts(model, plan).step_s) if figure.streams else None
+    return model.tokens_per_s(plan, figure.load, bounds, streamed=streamed)
 
 
 def _machine(figure: Published) -> AssumedHardware:
@@ -211,6 +242,33 @@ def _examples() -> Iterator[str]:
     for model in MODELS.names:
         for machine in _MACHINES:
             yield _row(model, machine, *_example(model, machine))
+
+
+def _streamed() -> Iterator[str]:
+    names = "streams from", "copies hidden from", "two buffers", "prefill 32k, experts stay", "experts come"
+    yield from _header("Model", "Machine", *names, numbers=range(2, 7))
+    for model in MODELS.names:
+        for machine in _MACHINES:
+            if cells := list(_streamed_example(model, machine)):
+                yield _row(model, machine, *cells)
+
+
+def _streamed_example(model: str, machine: str) -> Iterator[str]:
+    """Yield the threshold, the full chunk, the buffers, and two rates; nothing where nothing is streamed."""
+    inputs = from_examples(machine, model, quantization=None)
+    config, spec, hardware = quantized_config(inputs.spec, inputs.config), inputs.spec, inputs.hardware
+    plan = _experts_on_cpu(config, hardware, has_gpu=True)
+    if plan_problem(config, hardware, plan):
+        return
+    bounds = replace(bounds_of(spec, config), max_num_batched_tokens=_STREAMED_CHUNK, expert_streaming=None)
+    cost = CostModel(config, hardware, dtype=spec.dtype_in_force)
+    costs, load = StreamingCosts(cost, plan), LOADS[-1]
+    streaming, _ = costs.decided(bounds)
+    if streaming is None:
+        return
+    yield from (f"{streaming.min_rows:,}", f"{streaming.full_rows:,}", f"{streaming.buffer_bytes / GB:.1f} GB")
+    for streamed in (None, StreamedSteps(streaming.min_rows, costs.step_s)):
+        yield _number(cost.tokens_per_s(plan, load, bounds, streamed=streamed))
 
 
 def example_plan(machine: str, model: str) -> ShardPlan:

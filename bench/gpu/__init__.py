@@ -12,7 +12,7 @@ replica without its network.
     recipes   requests                                               roofline   the least time that the device allows
     ranks     rank processes, as whoever drives them sees them       rank       the inside of one
     serving   scheduler and ranks in a loop                          orders     what is said between the two
-    hetero    a model that a capped GPU cannot hold                  streaming  weights that come over the bus
+    hetero    a model that a capped GPU cannot hold                  streaming  prompts whose experts come to the GPU
     ablations what each of graphs, overlap and fusion gives          step_profile  kernels of a step, by their time
 
 With --device cpu the GPU's part is played by host tensors, and every result is labelled so: it shows that the program

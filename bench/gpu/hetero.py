@@ -1,8 +1,7 @@
 """A model that a GPU with capped memory cannot hold, beside CPU ranks: every way that the solver knows, in one run.
 
 The ranks measure the exchange and the model's parts as they do in the product, the solver predicts from that and
-chooses; then each way that fits is loaded and measured, whether chosen or not. Weight streaming, which the product does
-not have, is measured as what it could be at best (`streaming`).
+chooses; then each way that fits is loaded and measured, whether chosen or not.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from statistics import median
 from typing import Final
 
 from bench.gpu.orders import Bounds as StepBounds
-from bench.gpu.orders import Device, Load, MeasureDevice, MeasureParts, Seat, Stream
+from bench.gpu.orders import Device, Load, MeasureDevice, MeasureParts, Seat
 from bench.gpu.ranks import RankProcesses
 from bench.gpu.recipes import decoding
 from bench.gpu.serving import CapacityError, Replica, bounds_of
@@ -23,8 +22,7 @@ from hetero_api.spec_pools import PoolType
 from hetero_api.v1 import ranks_pb2
 from hetero_placement.decision import Bounds, Decision, Option
 from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware, Speeds
-from hetero_placement.part_costs import element_bytes
-from hetero_placement.solver import ALL_PARTS, LAYER, MLP_ONLY, STREAMING, solve
+from hetero_placement.solver import ALL_PARTS, LAYER, MLP_ONLY, solve
 
 PROMPT: Final = 64
 OUTPUT: Final = 24
@@ -63,7 +61,7 @@ class Comparison:
     @property
     def solver_chose_best(self) -> bool | None:
         """Whether nothing that could have been chosen was measured to be faster; None: nothing was measured."""
-        could = [way for way in self.ways if way.measured and way.name != STREAMING]
+        could = [way for way in self.ways if way.measured]
         chosen = next((way for way in could if way.chosen), None)
         return None if chosen is None else chosen.measured >= max(way.measured for way in could)
 
@@ -82,10 +80,8 @@ def compare(
     group: RankProcesses, name: str, config: ModelConfig, *, dtype: str, cap_bytes: int, limit_s: float
 ) -> Comparison:
     """Measure, solve, and measure what was solved; each way for at most `limit_s` of decoding. Collective."""
-    formed = [ranks_pb2.Formed.FromString(told) for told in group.ask(MeasureParts(config, dtype))]
-    devices = [ranks_pb2.DeviceSpeeds.FromString(told) for told in group.ask(MeasureDevice())]
     memory = memory_of(group.seats, cap_bytes)
-    hardware = hardware_of(group.seats, devices, formed, memory)
+    hardware = measured_hardware(group, config, dtype, memory)
     recipe = decoding(config.vocab_size, sequences=1, prompt=PROMPT, output=OUTPUT)
     bounds = bounds_of(recipe, max_num_batched_tokens=CHUNK)
     decision = solve(
@@ -122,9 +118,7 @@ class _Trial:
         for option in decision.options:
             chosen = option is decision.chosen
             predicted = option.prediction.decode_tokens_per_s if option.prediction is not None else 0.0
-            if option.name == STREAMING and option.prediction is not None:
-                yield Way(option.name, predicted, 1 / self._streaming_s())
-            elif option.plan is not None and (chosen or option.name in _MEASURED):
+            if option.plan is not None and (chosen or option.name in _MEASURED):
                 measured, note = self._decode(option)
                 yield Way(option.name, predicted, measured, chosen, note)
             else:
@@ -142,13 +136,12 @@ class _Trial:
         replica.serve(recipe, limit_s=self._limit_s)
         return replica.serve(recipe, limit_s=self._limit_s).decode_tokens_per_s, ""
 
-    def _streaming_s(self) -> float:
-        layers, size = self._config.num_layers, element_bytes(self._dtype)
-        whole = self._config.num_parameters * size
-        streamed = min(layers, -(-layers * max(0, whole - self._memory[0]) // whole))
-        order = Stream(whole // layers, layers, streamed, self._config.hidden_size, self._dtype)
-        seconds: float = self._group.ask(order)[0]
-        return seconds
+
+def measured_hardware(group: RankProcesses, config: ModelConfig, dtype: str, memory: Sequence[int]) -> Hardware:
+    """Have the ranks measure what the solver is told. Collective."""
+    formed = [ranks_pb2.Formed.FromString(told) for told in group.ask(MeasureParts(config, dtype))]
+    devices = [ranks_pb2.DeviceSpeeds.FromString(told) for told in group.ask(MeasureDevice())]
+    return hardware_of(group.seats, devices, formed, memory)
 
 
 def memory_of(seats: Sequence[Seat], cap_bytes: int) -> tuple[int, ...]:

@@ -91,6 +91,8 @@ class Load:
     memory_bytes: tuple[int, ...]
     """By rank; 0: all that its device has."""
     options: Options = Options()
+    expert_buffer_bytes: int = 0
+    """Of the GPU rank's buffers for experts of the others, which share them with it; 0: nothing is streamed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,22 +110,10 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Make the KV cache, null block included. Answer: its bytes."""
+    """Make the KV cache, null block included, and share experts. Answer: why they cannot be shared, or ""."""
 
     num_blocks: int
     block_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """Decode one row with weights that come over the bus; see `streaming`. Answer by rank 0: seconds a token."""
-
-    layer_bytes: int
-    num_layers: int
-    num_streamed: int
-    """Layers whose weights lie on the host."""
-    hidden_size: int
-    dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +121,7 @@ class End:
     """Leave the group and end. Answer: None."""
 
 
-Order = Form | MeasureDevice | MeasureParts | Load | Allocate | Stream | End
+Order = Form | MeasureDevice | MeasureParts | Load | Allocate | End
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +24,8 @@ from bench.gpu.recipes import Recipe, decoding, throughput
 from bench.gpu.report import DECODE_TARGET, THROUGHPUT_TARGET, Report, Row, ablation_rows, comparison_rows
 from bench.gpu.roofline import Rates, Roofline
 from bench.gpu.serving import CapacityError, Replica, Served, bounds_of
-from bench.gpu.shapes import QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, QWEN3_32B, TINY
+from bench.gpu.shapes import QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, QWEN3_32B, TINY, TINY_MOE
+from bench.gpu.streaming import Streamed, prefill_rows
 from hetero_api.errors import HeteroError
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
@@ -31,7 +33,7 @@ from hetero_placement.part_costs import element_bytes
 from hetero_placement.shard_plans import plan_within_layers
 
 RESULTS: Final = Path(__file__).parents[1] / "results"
-SECTIONS: Final = ("throughput", "large", "capped")
+SECTIONS: Final = ("throughput", "large", "capped", "streamed")
 _MEMORY_SHARE: Final = 0.7
 """Of the host's memory, what CPU ranks may use together."""
 _PSEUDO_BYTES: Final = 2 << 30
@@ -58,6 +60,8 @@ class Menu:
     large: tuple[tuple[str, ModelConfig], ...]
     """For decoding at batch 1, beside the small one."""
     capped: tuple[Capped, ...]
+    streamed: tuple[Streamed, ...]
+    """Whose prompts are computed with experts of CPU ranks."""
     recipe: Recipe
     chunk: int
     """Most tokens of a step."""
@@ -68,11 +72,13 @@ def menu_of(*, tiny: bool, quick: bool) -> Menu:
     """`tiny`: only to see that it runs. `quick`: what takes a minute or two."""
     if tiny:
         recipe = throughput(TINY.vocab_size, sequences=6, shortest=5, longest=20)
-        return Menu(("tiny", TINY), (), (Capped("tiny", TINY, 1 << 30, 0.0),), recipe, 64, 12)
+        experts = (Streamed("tiny, experts", TINY_MOE, 1 << 30, 48, 0.0),)
+        return Menu(("tiny", TINY), (), (Capped("tiny", TINY, 1 << 30, 0.0),), experts, recipe, 64, 12)
     shapes = (("Qwen3-8B", QWEN3_8B), ("Qwen3-30B-A3B", QWEN3_30B_A3B), ("Qwen3-32B", QWEN3_32B))
     capped = (Capped("Qwen3-8B", QWEN3_8B, 10 * _GIGABYTE, 75.0), Capped("Qwen3-32B", QWEN3_32B, 40 * _GIGABYTE, 120.0))
-    whole = Menu(("Qwen3-0.6B", QWEN3_06B), shapes, capped, throughput(QWEN3_06B.vocab_size), 16384, 128)
-    return replace(whole, large=shapes[:2], capped=()) if quick else whole
+    streamed = (Streamed("Qwen3-30B-A3B", QWEN3_30B_A3B, 30 * _GIGABYTE, 4096, 120.0),)
+    whole = Menu(("Qwen3-0.6B", QWEN3_06B), shapes, capped, streamed, throughput(QWEN3_06B.vocab_size), 16384, 128)
+    return replace(whole, large=shapes[:2], capped=(), streamed=()) if quick else whole
 
 
 class Bench:
@@ -97,6 +103,8 @@ class Bench:
             self._section("decoding of large shapes", 30.0, self._large)
         for capped in self._menu.capped if "capped" in self._only else ():
             self._section(f"{capped.name}, capped", capped.need_s, lambda capped=capped: self._capped(capped))  # type: ignore[misc]
+        for streamed in self._menu.streamed if "streamed" in self._only else ():
+            self._section(f"{streamed.name}, streamed", streamed.need_s, partial(self._streamed, streamed))
         return self.report
 
     def _section(self, name: str, need_s: float, work: Callable[[], None]) -> None:
@@ -212,6 +220,11 @@ class Bench:
             )  # fmt: skip
         self.report.rows.extend(comparison_rows(found))
         self.report.details[f"{capped.name}, capped"] = {"reason": found.reason}
+
+    def _streamed(self, streamed: Streamed) -> None:
+        with self._group(cpu_ranks=self._cpu_ranks) as group:
+            self._rates(group)
+            self.report.rows.extend(prefill_rows(group, streamed, dtype=self._dtype, limit_s=self._left_s() / 10))
 
 
 def main(arguments: Sequence[str]) -> int:

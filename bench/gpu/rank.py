@@ -28,7 +28,6 @@ from bench.gpu.orders import (
     Options,
     Order,
     Seat,
-    Stream,
 )
 
 if TYPE_CHECKING:
@@ -153,9 +152,8 @@ class _Rank:
             case Load():
                 return self._load(order)
             case Allocate():
-                return self._runner.allocate(order.num_blocks, order.block_size)
-            case Stream():
-                return self._stream(order)
+                self._runner.allocate(order.num_blocks, order.block_size)
+                return self._runner.share_experts()
             case End():
                 self._end()
         return None
@@ -243,18 +241,9 @@ class _Rank:
             enforce_eager=not order.options.graphs,
             async_steps=order.options.async_steps,
             batch_invariant=order.options.batch_invariant,
+            expert_buffer_bytes=order.expert_buffer_bytes,
             num_gpu_ranks=self._seat.num_gpu_ranks,
         )
-
-    def _stream(self, order: Stream) -> float | None:
-        from bench.gpu.streaming import seconds_a_token
-
-        self._drop_weights()
-        return seconds_a_token(order, self._backend) if self._seat.rank == 0 else None
-
-    def _drop_weights(self) -> None:
-        self._runner.detach()
-        self._make_runner()
 
     def _end(self) -> None:
         self._runner.detach()

@@ -68,7 +68,10 @@ class Replica:
         self._group = group
         self.loaded: list[Loaded] = group.ask(load)
         num_blocks = blocks_for(self.loaded, most_tokens)
-        group.ask(Allocate(num_blocks, BLOCK_SIZE))
+        if problem := next(filter(None, group.ask(Allocate(num_blocks, BLOCK_SIZE))), ""):
+            raise CapacityError(f"experts cannot be streamed: {problem}")
+        self.streams_from: int | None = None
+        """Tokens from which on a step with prompts streams experts."""
         self._in_flight = StepsInFlight()
         self._warm_up(load.bounds, num_blocks)
         self._scheduler = Scheduler(_engine(load, overlap=overlap), num_blocks=num_blocks)
@@ -100,14 +103,22 @@ class Replica:
         preemptions = scheduler.stats().preemptions
         for request in recipe.requests:
             scheduler.add(replace(request, request_id=prefix + request.request_id), now=0.0)
-        run = _Run(self._group, scheduler, self._in_flight, limit_s)
+        run = _Run(self._group, scheduler, self._in_flight, limit_s, self.streams_from)
         run.drive()
         return replace(run.served(), preemptions=scheduler.stats().preemptions - preemptions)
 
 
 class _Run:
-    def __init__(self, group: RankProcesses, scheduler: Scheduler, in_flight: StepsInFlight, limit_s: float) -> None:
+    def __init__(
+        self,
+        group: RankProcesses,
+        scheduler: Scheduler,
+        in_flight: StepsInFlight,
+        limit_s: float,
+        streams_from: int | None,
+    ) -> None:
         self._group = group
+        self._streams_from = streams_from
         self._scheduler = scheduler
         self._in_flight = in_flight
         self._limit_s = limit_s
@@ -122,6 +133,8 @@ class _Run:
         while self._in_flight or not self._scheduler.is_idle:
             while (step := self._scheduler.schedule(0.0, in_flight=self._in_flight)) is not None:
                 self._in_flight.submit(step)
+                rows = sum(span.num_tokens for span in step.plan.spans)
+                step.plan.streams_experts = self._streams_from is not None and rows >= self._streams_from
                 self._group.send(step.plan)
                 self._steps.append(step)
             updates = self._next_outcome().updates

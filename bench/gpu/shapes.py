@@ -41,3 +41,11 @@ TINY: Final = _qwen3(
     head_dim=16, vocab_size=512, max_position_embeddings=2048,
 )  # fmt: skip
 """To see that the program runs."""
+TINY_MOE: Final = ModelConfig.from_hf({
+    **_QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 64,
+    "intermediate_size": 256, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
+    "max_position_embeddings": 2048,
+})  # fmt: skip
+"""The same, with experts."""

@@ -1,92 +1,70 @@
-"""Weight streaming, for comparison: weights that do not fit the device come over the bus for every token.
+"""Prompts whose experts come to the GPU, beside those whose experts stay on CPU ranks: one model, loaded once.
 
-A competitor at its best: one row goes through every layer's weights as one product of a matrix and a vector, and
-nothing else is computed. Layers that lie on the host come into two buffers in turn, on a stream of their own, while the
-layer before is multiplied with. Their source is one pinned piece larger than any cache, read over and over: what counts
-is the bus, and 25 GB are not pinned in a minute.
+The GPU has attention and vocabulary, CPU ranks all experts. One prompt is one step, first streamed and then resident,
+several times in turn; the best of each counts, against what the solver predicts.
 """
 
 from __future__ import annotations
 
-import time
-from contextlib import nullcontext
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
-import torch
+from bench.gpu.hetero import measured_hardware, memory_of
+from bench.gpu.orders import Bounds, Load
+from bench.gpu.ranks import RankProcesses
+from bench.gpu.recipes import decoding
+from bench.gpu.report import Row
+from bench.gpu.serving import CapacityError, Replica
+from hetero_api.model_config import ModelConfig
+from hetero_api.spec import PlacementShares, PlacementSpec
+from hetero_placement import decision
+from hetero_placement.solver import solve
 
-from bench.gpu.orders import Stream
-from hetero_worker.backends.base import DeviceBackend
-
-_TOKENS: Final = 3
-_BUFFERS: Final = 2
-
-
-def seconds_a_token(order: Stream, backend: DeviceBackend) -> float:
-    """The best of a few, after one that warms up. Takes num_layers - num_streamed layers of device memory."""
-    with torch.inference_mode():
-        stream = _Streaming(order, backend)
-        times = [stream.token_s() for _ in range(1 + _TOKENS)]
-    return min(times[1:])
+_TURNS: Final = 3
 
 
-class _Streaming:
-    def __init__(self, order: Stream, backend: DeviceBackend) -> None:
-        self._order = order
-        self._device = backend.device
-        self._is_cuda = backend.device.type == "cuda"
-        dtype = getattr(torch, order.dtype)
-        rows = order.layer_bytes // (order.hidden_size * dtype.itemsize)
-        shape, device = (rows, order.hidden_size), backend.device
-        self._row = torch.ones(order.hidden_size, 1, dtype=dtype, device=device)
-        self._resident = [
-            torch.empty(shape, dtype=dtype, device=device).fill_(0.01)
-            for _ in range(order.num_layers - order.num_streamed)
-        ]
-        self._source = torch.zeros(shape, dtype=dtype, pin_memory=self._is_cuda)
-        self._buffers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(_BUFFERS)]
-        self._copies: Any = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
-        self._arrived = [self._event() for _ in range(_BUFFERS)]
-        self._used = [self._event() for _ in range(_BUFFERS)]
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """A model, and the prompt that is computed."""
 
-    def token_s(self) -> float:
-        """One row through all layers, streamed ones spread evenly among the others."""
-        order = self._order
-        self._settle()
-        began_s = time.perf_counter()
-        resident = iter(self._resident)
-        streamed = 0
-        for layer in range(order.num_layers):
-            if (layer + 1) * order.num_streamed // order.num_layers > streamed:
-                self._multiply_streamed(streamed % _BUFFERS)
-                streamed += 1
-            else:
-                torch.mm(next(resident), self._row)
-        self._settle()
-        return time.perf_counter() - began_s
+    name: str
+    config: ModelConfig
+    cap_bytes: int
+    """Of the GPU."""
+    prompt: int
+    """Tokens."""
+    need_s: float
 
-    def _settle(self) -> None:
-        if self._is_cuda:
-            torch.cuda.synchronize(self._device)
 
-    def _multiply_streamed(self, number: int) -> None:
-        buffer = self._buffers[number]
-        with torch.cuda.stream(self._copies) if self._is_cuda else nullcontext():
-            self._wait(self._copies, self._used[number])
-            buffer.copy_(self._source, non_blocking=True)
-            self._record(self._arrived[number])
-        if self._is_cuda:
-            torch.cuda.current_stream().wait_event(self._arrived[number])
-        torch.mm(buffer, self._row)
-        self._record(self._used[number])
-
-    def _event(self) -> Any:
-        return torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]
-
-    def _wait(self, stream: Any, event: Any) -> None:
-        if self._is_cuda:
-            stream.wait_event(event)
-
-    def _record(self, event: Any) -> None:
-        """On the stream in force."""
-        if self._is_cuda:
-            event.record()
+def prefill_rows(group: RankProcesses, asked: Streamed, *, dtype: str, limit_s: float) -> list[Row]:
+    """Measure the prompt both ways. Raises CapacityError where nothing can be streamed."""
+    seats, memory = group.seats, memory_of(group.seats, asked.cap_bytes)
+    hosts = [float(seat.rank >= seat.num_gpu_ranks) for seat in seats]
+    on_gpu = [1.0 - share for share in hosts]
+    found = solve(
+        asked.config,
+        measured_hardware(group, asked.config, dtype, memory),
+        dtype=dtype,
+        placement=PlacementSpec(shares=PlacementShares(attention=on_gpu, mlp=hosts, vocabulary=on_gpu)),
+        bounds=decision.Bounds(
+            max_model_len=asked.prompt + 16, max_num_batched_tokens=asked.prompt, max_num_seqs=1, expert_streaming=1
+        ),
+    )
+    streaming = found.chosen.streaming
+    if streaming is None:
+        raise CapacityError(f"{asked.name}: nothing is streamed: {found.chosen.no_streaming}")
+    bounds = Bounds(asked.prompt + 16, asked.prompt, 1)
+    load = Load(asked.config, dtype, found.plan, bounds, memory, expert_buffer_bytes=streaming.buffer_bytes)
+    replica = Replica(group, load, most_tokens=asked.prompt + 16)
+    recipe = decoding(asked.config.vocab_size, sequences=1, prompt=asked.prompt, output=1)
+    best: dict[int | None, float] = {}
+    for _ in range(_TURNS):
+        for streams_from in (1, None):
+            replica.streams_from = streams_from
+            seconds = replica.serve(recipe, limit_s=limit_s).first_token_s
+            best[streams_from] = min(seconds, best.get(streams_from, seconds))
+    told = {1: ("streamed", streaming.chunk_s), None: ("resident", streaming.resident_chunk_s)}
+    return [
+        Row(f"{asked.name}: prompt of {asked.prompt}, {name}", asked.prompt / best[way], asked.prompt / predicted_s)
+        for way, (name, predicted_s) in told.items()
+    ]

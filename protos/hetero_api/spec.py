@@ -372,6 +372,10 @@ class EngineSpec(SpecModel):
     later: CPU ranks then compute while GPU ranks go on. The model is another one then, and its texts differ
     (docs/using.md). 0: none. It must leave a token one expert at least.
     """
+    expert_streaming: Annotated[int, Field(ge=0, le=131_072)] | None = None
+    """Rows of a step with prompts from which on a GPU rank computes all experts, with copies of those of CPU ranks that
+    share memory with it. 0: never. Default: from where it is predicted to be faster, if ever (docs/using.md).
+    """
     sampling_defaults: Annotated[SamplingDefaults, spelled(SamplingDefaults)] = SamplingDefaults.MODEL
     """Model: where a request leaves out temperature, topK, topP, minP or a repetition penalty, the model's own
     generation_config.json counts, if it names one. None: temperature 1, and nothing else.
@@ -540,6 +544,23 @@ class HeteroInferenceSpec(SpecModel):
             lambda spec: (
                 not spec.engine.expert_deferral
                 or (len({pool.type for pool in spec.pools}) > 1 and spec.placement.mode != PlacementMode.GPU_ONLY)
+            ),
+        ),
+        Rule(
+            "engine.expertStreaming",
+            "!has(self.engine.expertStreaming) || self.engine.expertStreaming == 0 || "
+            "(self.pools.exists(pool, pool.type == 'GPU') && self.pools.exists(pool, pool.type == 'CPU') && "
+            "self.placement.mode != 'GpuOnly' && !self.engine.batchInvariant && self.engine.expertDeferral == 0 && "
+            "!self.engine.adapters.experts)",
+            "brings experts of CPU ranks to a GPU rank: it needs pools of both types, and neither the placement.mode "
+            "GpuOnly, batchInvariant, expertDeferral nor adapters.experts; else leave it out or set it to 0",
+            lambda spec: (
+                not spec.engine.expert_streaming
+                or (
+                    len({pool.type for pool in spec.pools}) > 1
+                    and spec.placement.mode != PlacementMode.GPU_ONLY
+                    and not (spec.engine.batch_invariant or spec.engine.expert_deferral or spec.engine.adapters.experts)
+                )
             ),
         ),
         Rule(

@@ -188,6 +188,7 @@ CHANGES: Final[Mapping[str, Change]] = {
     "engine.enforceEager": Change(True, GATEWAY),
     "engine.batchInvariant": Change(True, GATEWAY),
     "engine.expertDeferral": Change(1, GATEWAY, _BOTH),
+    "engine.expertStreaming": Change(256, GATEWAY, _BOTH),
     "engine.samplingDefaults": Change("None", GATEWAY),
     "engine.adapters.maxLoaded": Change(2, GATEWAY),
     "engine.adapters.maxRank": Change(32, GATEWAY),

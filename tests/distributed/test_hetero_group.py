@@ -191,3 +191,30 @@ def test_real_prompts_over_two_gpus_and_two_cpus_equal_transformers(tmp_path: Pa
         completions = complete(client, tokens)
     for prompt_ids, completion in zip(tokens, completions, strict=True):
         assert reference.disagreements(prompt_ids, completion.token_ids) == []
+
+
+def test_long_prompts_stream_experts_to_the_gpu_also_after_ranks_were_lost(tmp_path: Path) -> None:
+    """Chunks of 50 tokens stream; what is shorter and what decodes does not. A rank of each kind is killed."""
+    model = save_tiny_model(tmp_path / "model", "qwen3-moe-some-dense")
+    reference = Reference.from_directory(model)
+    layout = Layout(1, 2, {"attention": [1, 0, 0], "mlp": [1, 2, 3], "vocabulary": [1, 0, 0]}, [8, 0, 0])
+    engine = {**ENGINE, "expertStreaming": 20}
+    with mixed_group(tmp_path, model, layout, engine=engine, max_model_len=160) as group, group.client() as client:
+        with group.admin() as admin:
+            placement = admin.topology().placement
+        assert placement is not None
+        assert "come to the GPU in steps of 20 tokens or more" in placement.reason
+        check(client, reference)
+        for lost in ("cpu-1", "gpu-0"):
+            check_stream_over_a_loss(group, client, reference, lost, max_tokens=40)
+            check(client, reference)
+        again = [client.generate_text(PROMPT, sampling=GREEDY) for _ in range(2)]
+        assert again[1].usage.cached_tokens == 112
+        assert again[1].token_ids == again[0].token_ids
+        with group.admin() as admin:
+            admin.sleep(2)
+            admin.wake_up()
+        check(client, reference)
+        logs = [log.read_text() for log in group._run.path.glob("*.log")]
+        assert not any("are streamed" in log for log in logs), "some rank could not"
+    assert shared_segments() == set()

@@ -121,7 +121,9 @@ def lines(cases: set[tuple[int, str, int]]) -> Iterator[tuple[object, ...]]:
 
 def experts() -> Iterator[tuple[object, ...]]:
     """Yield a line for each capability and kind of experts' weights, of few and of many rows."""
-    for capability, name, rows in ((80, "int4", 1), (90, "mxfp4", 1), (90, "floats", 500), (100, "fp8-blocks", 500)):
+    own = ((80, "int4", 1, 0), (90, "mxfp4", 1, 0), (90, "floats", 500, 0), (100, "fp8-blocks", 500, 0))
+    of_host_cores = ((80, "int4", 500, 4), (90, "int8", 500, 4), (90, "floats", 500, 2), (100, "fp8", 500, 1))
+    for capability, name, rows, lane in (*own, *of_host_cores):
         tile = QuantizedTile.of_rows(rows, 2, batch_invariant=False)
         weights = FORMATS.get(name)
         floats: Constants = {
@@ -131,6 +133,7 @@ def experts() -> Iterator[tuple[object, ...]]:
         constants = {
             **given, "has_bias": True, "has_tail": False, "is_first": True, "padded_experts": 128,
             "tile_columns": tile.columns, "tile_rows": tile.rows,
+            "lane": lane, "panel_size": 4096 * 32 if lane else 0,
         }  # fmt: skip
         made = compiled(
             grouped_matmul._grouped, "*bf16", constants, capability, num_warps=tile.warps, num_stages=tile.stages

@@ -94,6 +94,9 @@ class FakeRunner:
             graph_reserve_bytes=GRAPH_RESERVE_BYTES,
         )
 
+    def share_experts(self) -> str:
+        return ""
+
     def allocate(self, num_blocks: int, block_size: int, num_snapshots: int = 0) -> int:
         return num_blocks * block_size * KV_BYTES_PER_TOKEN
 

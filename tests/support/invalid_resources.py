@@ -540,6 +540,18 @@ def _by_rules_of_the_rest() -> list[InvalidResource]:
             "defers what CPU ranks compute for GPU ranks: it needs pools of both types",
         ),
         (
+            "streaming-without-gpus",
+            {"spec/pools": [_pool("cpu")], "spec/engine/expertStreaming": 256},
+            "spec.engine.expertStreaming",
+            "brings experts of CPU ranks to a GPU rank: it needs pools of both types",
+        ),
+        (
+            "streaming-in-batch-invariant-mode",
+            {"spec/engine": {"expertStreaming": 256, "batchInvariant": True}},
+            "spec.engine.expertStreaming",
+            "brings experts of CPU ranks to a GPU rank: it needs pools of both types",
+        ),
+        (
             "kueue-without-queue",
             {"spec/scheduling/gang": {"scheduler": "Kueue"}},
             "spec.scheduling.gang.queue",
@@ -733,7 +745,7 @@ _EVERYTHING: Final[Document] = {
         "engine": {
             "maxNumSeqs": 32, "maxNumBatchedTokens": 1024, "blockSize": 32, "gpuMemoryUtilization": 0.85,
             "kvCacheMemoryBytes": "1.5Gi", "enablePrefixCaching": False, "overlapScheduling": False,
-            "enforceEager": True, "batchInvariant": True, "expertDeferral": 2,
+            "enforceEager": True, "batchInvariant": True, "expertDeferral": 2, "expertStreaming": 0,
         },
         "gateway": {
             "service": {"type": "LoadBalancer", "port": 443, "annotations": {"example.com/class": "any text"}},

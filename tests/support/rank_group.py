@@ -103,6 +103,7 @@ class RankGroup:
         enforce_eager: bool = False,
         batch_invariant: bool = False,
         expert_deferral: int = 0,
+        expert_buffer_bytes: int = 0,
         max_adapters: int = 0,
         adapts_experts: bool = False,
         quantization: str = "none",
@@ -146,6 +147,7 @@ class RankGroup:
                 enforce_eager=enforce_eager,
                 batch_invariant=batch_invariant,
                 expert_deferral=expert_deferral,
+                expert_buffer_bytes=expert_buffer_bytes,
                 max_adapters=max_adapters,
                 max_adapter_rank=16,
                 adapts_experts=adapts_experts,
@@ -162,6 +164,8 @@ class RankGroup:
         self._on_top = on_top
         self.exchanges: Sequence[HostExchange] = []
         self.reports: list[ranks_pb2.Loaded] = []
+        self.problems: dict[int, str] = {}
+        """Why experts are not streamed, by rank; empty strings if they can be."""
         self.start()
 
     def start(self) -> None:
@@ -184,6 +188,7 @@ class RankGroup:
         runner.attach(self._on_top(self.exchanges[rank]))
         report = runner.load(self.requests[rank])
         runner.allocate(self.num_blocks, self.block_size, self.num_snapshots)
+        self.problems[rank] = runner.share_experts()
         return report
 
 
@@ -205,6 +210,8 @@ class PlanBuilder:
         self._group = group
         self._free = random.Random(0).sample(range(1, group.num_blocks), group.num_blocks - 1)
         self._step_id = 0
+        self.streams_from: int | None = None
+        """Rows from which on a step with spans streams experts."""
         self.sequences: dict[int, _Sequence] = {}
         self._plan = ranks_pb2.StepPlan()
 
@@ -287,6 +294,10 @@ class PlanBuilder:
         """What was built; the next plan begins."""
         self._step_id += 1
         self._plan.step_id = self._step_id
+        rows = len(self._plan.decode_slots) + sum(span.num_tokens for span in self._plan.spans)
+        self._plan.streams_experts = (
+            self.streams_from is not None and rows >= self.streams_from and bool(self._plan.spans)
+        )
         plan, self._plan = self._plan, ranks_pb2.StepPlan()
         return plan
 

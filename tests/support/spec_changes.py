@@ -157,6 +157,7 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "engine.speculative.maxTokens": {"engine.speculative.maxTokens": 4},
     "engine.expertDeferral": {"engine.expertDeferral": 2},
+    "engine.expertStreaming": {"engine.expertStreaming": 0},
     "gateway.service.type": {"gateway.service.type": "NodePort"},
     "gateway.service.port": {"gateway.service.port": 8443},
     "gateway.service.httpPort": {"gateway.service.httpPort": 8080},

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 from hetero_api.kept_weights import KeptWeights
 from hetero_api.model_config import ModelConfig
@@ -55,6 +55,15 @@ class WidePlace:
     """Whether other stages compute at the same time."""
 
 
+class StreamedSteps(NamedTuple):
+    """Steps whose experts come to the GPU rank (`hetero_placement.streaming`)."""
+
+    min_rows: int
+    """Rows of a step with prompts, at least."""
+    step_s: Callable[[Step], float]
+    """Returns the seconds of such a step."""
+
+
 class CostModel:
     """Times of steps of one model on one group. Speeds are taken as they are: see Hardware.levelled.
 
@@ -87,11 +96,13 @@ class CostModel:
         """While others of the host compute too."""
         self._alone = tuple(costs_of(rank.speeds.alone, rank.weight_bits) for rank in hardware.ranks)
 
-    def predict(self, plan: ShardPlan, workload: WorkloadSpec, bounds: Bounds) -> Prediction:
-        """Predict the workload under the plan."""
+    def predict(
+        self, plan: ShardPlan, workload: WorkloadSpec, bounds: Bounds, *, streamed: StreamedSteps | None = None
+    ) -> Prediction:
+        """Predict the workload under the plan. `streamed`: steps whose experts come to the GPU rank, if any do."""
         view = self.view(plan)
         steps = WorkloadSteps.of(workload, bounds)
-        prefill_s, decode_s = self._all_s(view, steps.prefill), self._all_s(view, steps.decode)
+        prefill_s, decode_s = self._all_s(view, steps.prefill, streamed), self._all_s(view, steps.decode)
         decode = steps.decode[0].step
         step_s = self._step_s(view, decode)
         return Prediction(
@@ -101,10 +112,12 @@ class CostModel:
             decode_step_s=step_s,
         )
 
-    def tokens_per_s(self, plan: ShardPlan, load: Load, bounds: Bounds) -> float:
-        """Return the tokens a second, over all streams, of a load under the plan."""
+    def tokens_per_s(
+        self, plan: ShardPlan, load: Load, bounds: Bounds, *, streamed: StreamedSteps | None = None
+    ) -> float:
+        """Return the tokens a second, over all streams, of a load under the plan; `streamed` as for `predict`."""
         number = load.streams or load.tokens
-        return number / self._all_s(self.view(plan), load.steps(bounds))
+        return number / self._all_s(self.view(plan), load.steps(bounds), streamed)
 
     def decode_step_s(self, plan: ShardPlan, *, batch: int, context: float) -> float:
         """Return the seconds of a step in which `batch` sequences decode, each attending to `context` tokens."""
@@ -311,18 +324,33 @@ class CostModel:
         rounds = sum(s.num_layers * 2 * (len(s.holders) - 1 + len(s.helpers)) for s in stages)
         return (rounds + len(stages) - 1) * num_bytes
 
+    def beside_layers_s(self, view: PlanView, step: Step) -> float:
+        """Return the seconds of a step beside its layers and the ways between stages."""
+        overhead = max(rank.step_s(step.rows) for rank in self.ranks)
+        return self._embedding_s(view, step) + self._head_s(view, step) + overhead
+
+    def packed_expert_bytes(self, rank: int, columns: int, *, sliced: bool) -> int:
+        """Return the bytes of so many columns of an expert as a rank keeps them."""
+        kept = self._kept(self._at(rank))
+        if sliced:
+            return kept.expert_slice_bytes(columns, config=self.config)
+        return kept.expert_bytes(hidden=self.config.hidden_size, width=columns)
+
     def _step_s(self, view: PlanView, step: Step) -> float:
         number = micro_batches(step.rows, len(view.stages))
         part = step.part(number)
         stages = zip(view.stages, view.kinds, strict=True)
         times = [self._stage_s(stage, kinds, part, overlapped=number > 1) for stage, kinds in stages]
         pipeline = sum(times) + (number - 1) * max(times) + self._hops_s(view, part)
-        overhead = max(rank.step_s(step.rows) for rank in self.ranks)
-        return self._embedding_s(view, step) + pipeline + self._head_s(view, step) + overhead
+        return pipeline + self.beside_layers_s(view, step)
 
     def _stage_s(self, stage: Stage, kinds: Mapping[LayerKind, int], step: Step, *, overlapped: bool) -> float:
         layers = kinds.items()
         return sum(times * self._layer_s(kind, stage.holders, step, overlapped=overlapped) for kind, times in layers)
+
+    def layer_s(self, kind: LayerKind, holders: Sequence[int], step: Step) -> float:
+        """Return the seconds of a layer whose experts stay where they are."""
+        return self._layer_s(kind, holders, step, overlapped=False)
 
     def _layer_s(self, kind: LayerKind, holders: Sequence[int], step: Step, *, overlapped: bool) -> float:
         attention = self.attention_half_s(kind.heads, step, kind.window, overlapped=overlapped)
@@ -380,5 +408,10 @@ class CostModel:
         slowest = max(self.head_part_s(rank, view.head_rows[rank] / UNIT, step, owners=owners) for rank in owners)
         return slowest + self._hop_s(view.stages[-1], view.head_owners, step.draws) + self.draw_s(step)
 
-    def _all_s(self, view: PlanView, steps: Sequence[Repeated]) -> float:
-        return sum(times * self._step_s(view, step) for step, times in steps)
+    def _all_s(self, view: PlanView, steps: Sequence[Repeated], streamed: StreamedSteps | None = None) -> float:
+        def step_s(step: Step) -> float:
+            if streamed is not None and step.spans and step.rows >= streamed.min_rows:
+                return streamed.step_s(step)
+            return self._step_s(view, step)
+
+        return sum(times * step_s(step) for step, times in steps)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
-from hetero_api.spec import HeteroInferenceSpec, PlacementMode, SpeculationKind, SpeculativeSpec
+from hetero_api.spec import ExchangeKind, HeteroInferenceSpec, PlacementMode, SpeculationKind, SpeculativeSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,10 @@ class Bounds:
     """spec.engine.enforceEager: GPU ranks make no graphs, and need no memory for them."""
     expert_deferral: int = 0
     """spec.engine.expertDeferral."""
+    expert_streaming: int | None = 0
+    """spec.engine.expertStreaming: rows from which on steps stream experts; 0: none do; None: where it is faster."""
+    no_streaming: str = "spec.engine.expertStreaming is 0"
+    """Why no experts are streamed, if `expert_streaming` is 0."""
     draft: ModelConfig | None = None
     """Draft model, whole on rank 0; None: there is none."""
 
@@ -42,6 +46,22 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class Streaming:
+    """Experts that come to the GPU rank, in steps with many rows of prompts."""
+
+    min_rows: int
+    """Rows of a step, from which on they come."""
+    full_rows: int
+    """Rows from which on a layer takes as long to compute as to copy: chunks of so many lose nothing."""
+    buffer_bytes: int
+    """Bytes of two buffers on the GPU."""
+    chunk_s: float
+    """Predicted seconds of the largest step ..."""
+    resident_chunk_s: float
+    """... and of the same step where experts stay."""
+
+
+@dataclass(frozen=True, slots=True)
 class Option:
     """One way to spread the model."""
 
@@ -55,7 +75,11 @@ class Option:
     weight_shares: tuple[float, ...] = ()
     """Each rank's part of the weights' bytes; () where there is no plan."""
     note: str = ""
-    """Comparison with other layouts of its experts, for a person."""
+    """Comparison with other layouts of its experts, and what is streamed, for a person."""
+    streaming: Streaming | None = None
+    """What is streamed; None: nothing."""
+    no_streaming: str = ""
+    """Why nothing is streamed, where that was looked at."""
 
     @property
     def made(self) -> ShardPlan:
@@ -96,8 +120,26 @@ def bounds_of(spec: HeteroInferenceSpec, config: ModelConfig, draft: ModelConfig
         kv_cache_dtype=spec.kv_cache_dtype_in_force,
         enforce_eager=spec.engine.enforce_eager,
         expert_deferral=spec.engine.expert_deferral,
+        expert_streaming=0 if (no_streaming := _no_streaming(spec)) else spec.engine.expert_streaming,
+        no_streaming=no_streaming,
         draft=draft,
     )
+
+
+def _no_streaming(spec: HeteroInferenceSpec) -> str:
+    """Return why the resource has no experts streamed; empty if it may."""
+    if spec.engine.expert_streaming == 0:
+        return "spec.engine.expertStreaming is 0"
+    others = {
+        "engine.batchInvariant": spec.engine.batch_invariant,
+        "engine.expertDeferral": spec.engine.expert_deferral,
+        "engine.adapters.experts": spec.engine.adapters.experts,
+    }
+    if field := next((field for field, is_set in others.items() if is_set), ""):
+        return f"experts are not streamed with spec.{field}"
+    if spec.exchange.kind in (ExchangeKind.TCP, ExchangeKind.GLOO):
+        return f"spec.exchange.kind: {spec.exchange.kind} shares no memory"
+    return ""
 
 
 def proposing_kind(spec: SpeculativeSpec, config: ModelConfig) -> SpeculationKind:

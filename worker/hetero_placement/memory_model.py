@@ -124,6 +124,15 @@ class MemoryModel:
             return 0
         return self._cache(self._memory.kv_cost(self._shard(num_heads, 0, 0, 0)))
 
+    @property
+    def all_experts_beside(self) -> int:
+        """Most bytes that a rank takes to compute all experts of a step, beside their weights: routers, and rows."""
+        return self._memory.expert_step + len(self._config.expert_layers) * self._memory.router_weights
+
+    def room(self, plan: ShardPlan, rank: int) -> int:
+        """Return the bytes that a plan which fits leaves on a rank."""
+        return self.hardware.ranks[rank].memory_bytes - self.need(rank, plan.ranks[rank]).total
+
     def need(self, rank: int, shard: RankShard) -> Need:
         """Return the need of a part on a rank; zeros for an empty part."""
         return _NOTHING if shard.is_empty else self._taken(rank, shard)

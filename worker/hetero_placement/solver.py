@@ -7,7 +7,7 @@ The ways are
     Tensor, CPU ranks on MLP only   GPU ranks hold heads and vocabulary, CPU ranks help with the MLP
     Tensor, CPU ranks on all parts  every layer split over GPU and CPU ranks, heads too
     CPU ranks only                  all of them, or the number of them that is fastest
-    Weight streaming                weights that do not fit the GPU come over the bus; for comparison, not to be had
+    Weight streaming                CPU ranks on experts, which come to the GPU rank for long prompts (`streaming`)
 
 Of each way that splits layers, the fastest layout of experts is taken: whole, in slices, or mixed. The resource's mode,
 shares and experts restrict what may be chosen; the rest is told all the same. Ranks that are alike count as equally
@@ -26,7 +26,7 @@ from hetero_api.sharding import ShardPlan
 from hetero_api.spec import SHARE_KINDS, ExpertDeal, PlacementMode, PlacementShares, PlacementSpec, WorkloadSpec
 from hetero_api.spec_pools import PoolType
 from hetero_placement.cost_model import CostModel
-from hetero_placement.decision import Bounds, Decision, Option, Prediction
+from hetero_placement.decision import Bounds, Decision, Option, Prediction, Streaming
 from hetero_placement.hardware import Hardware
 from hetero_placement.layer_search import LayerSearch
 from hetero_placement.memory_model import MemoryModel
@@ -46,6 +46,7 @@ from hetero_placement.shard_plans import (
     units_of,
 )
 from hetero_placement.steps import Step, WorkloadSteps, decode_step
+from hetero_placement.streaming import buffers_of_all, model_problem, predicted, streaming_of, told_of
 from hetero_placement.tensor_search import NOTHING_FIXED, ExpertLayout, FixedCounts, Roles, TensorSearch
 
 GPU_ONLY: Final = "GPU only"
@@ -82,10 +83,12 @@ def solve(
 
 def predict(
     config: ModelConfig, hardware: Hardware, plan: ShardPlan, *, dtype: str, workload: WorkloadSpec, bounds: Bounds
-) -> Prediction:
-    """Predict the workload under a plan that is in use."""
+) -> tuple[Prediction, Streaming | None, str]:
+    """Predict the workload under a plan that is in use; return what it streams, too, or why nothing."""
     model = CostModel(config, hardware.levelled(), dtype=dtype, expert_deferral=bounds.expert_deferral)
-    return model.predict(plan, workload, bounds)
+    memory = MemoryModel(config, hardware.levelled(), bounds, dtype=dtype)
+    streaming, no_streaming = streaming_of(model, memory, plan, bounds)
+    return predicted(model, plan, workload, bounds, streaming), streaming, no_streaming
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,8 @@ class _Found:
     prediction: Prediction
     moved_bytes: float
     owners: int
+    streaming: Streaming | None = None
+    no_streaming: str = ""
     layouts_s: dict[ExpertLayout, float] = field(default_factory=dict)
     """Seconds that the workload takes at best with each layout of experts that was tried."""
 
@@ -126,6 +131,7 @@ class _Solver:
         self._experts = placement.experts
         self._bounds = bounds
         self._exhaustive = exhaustive
+        self._dtype = dtype
         self._model = CostModel(config, hardware, dtype=dtype, expert_deferral=bounds.expert_deferral)
         self._memory = MemoryModel(config, hardware, bounds, dtype=dtype)
         self._steps = WorkloadSteps.of(self._workload, bounds).all
@@ -141,6 +147,8 @@ class _Solver:
         if not eligible:
             told = "; ".join(f"{option.name}: {option.why_not}" for option in options if option.mode is not None)
             raise PlanError(f"spec.placement: no placement can be had: {told}")
+        if self._bounds.expert_streaming:  # It was asked for, as fast as it may be.
+            eligible = [option for option in eligible if option.streaming is not None] or eligible
         # Rounded: what differs by less than a millionth is the same, and the earlier option, which is simpler, wins.
         chosen = min(eligible, key=lambda option: float(f"{option.predicted.workload_s:.6g}"))
         decode = decode_step(min(self._workload.concurrency, self._bounds.max_num_seqs), self._workload.decode_context)
@@ -182,18 +190,23 @@ class _Solver:
         shares = tuple(part / sum(weights) for part in weights)
         layout = ExpertLayout.of(found.plan)
         named = name if layout is ExpertLayout.WHOLE else f"{name}, {layout.value}"
-        note = self._experts_note(found)
-        return self._allowed(Option(named, mode, found.plan, found.prediction, weight_shares=shares, note=note))
+        notes = self._experts_note(found), told_of(found.streaming, self._bounds)
+        option = Option(named, mode, found.plan, found.prediction, weight_shares=shares, streaming=found.streaming)
+        note = "; ".join(filter(None, notes))
+        return self._allowed(replace(option, note=note, no_streaming=found.no_streaming))
 
-    def _best(self, choices: Iterator[Roles], fixed: FixedCounts = NOTHING_FIXED) -> _Found | None:
+    def _best(
+        self, choices: Iterator[Roles], fixed: FixedCounts = NOTHING_FIXED, *, memory: MemoryModel | None = None
+    ) -> _Found | None:
+        """`memory`: what has to suffice; with one of its own, prompts stream experts in the room that it leaves."""
         best: _Found | None = None
         layouts_s: dict[ExpertLayout, float] = {}
         for roles, wanted in ((each, layout) for each in choices for layout in self._layouts(each, fixed)):
-            search = TensorSearch(self._model, self._memory, self._steps, roles, fixed, wanted)
+            search = TensorSearch(self._model, memory or self._memory, self._steps, roles, fixed, wanted)
             plan = search.plan(exhaustive=self._exhaustive)
             if plan is None:
                 continue
-            found = self._judged(plan)
+            found = self._judged(plan, streams=memory is not None)
             layout, seconds = ExpertLayout.of(plan), found.prediction.workload_s
             layouts_s[layout] = min(seconds, layouts_s.get(layout, seconds))
             if found.better_than(best):
@@ -227,10 +240,15 @@ class _Solver:
         others = {layout: s for layout, s in found.layouts_s.items() if layout is not ExpertLayout.of(found.plan)}
         return ", ".join(f"{layout.value} would take {s / own_s:.2f} times as long" for layout, s in others.items())
 
-    def _judged(self, plan: ShardPlan) -> _Found:
-        prediction = self._model.predict(plan, self._workload, self._bounds)
+    def _judged(self, plan: ShardPlan, *, streams: bool = False) -> _Found:
+        """`streams`: whether prompts may stream experts, for which there is room."""
+        streaming, no_streaming = None, ""
+        if streams:
+            streaming, no_streaming = streaming_of(self._model, self._memory, plan, self._bounds)
+        prediction = predicted(self._model, plan, self._workload, self._bounds, streaming)
         moved = self._model.moved_bytes(plan, decode_step(1, 0))
-        return _Found(plan, prediction, moved, sum(weights > 0 for weights in self._model.weight_bytes(plan)))
+        owners = sum(weights > 0 for weights in self._model.weight_bytes(plan))
+        return _Found(plan, prediction, moved, owners, streaming=streaming, no_streaming=no_streaming)
 
     def _some_cpus(self) -> Iterator[Option]:
         """CPU ranks alone, as many of them as are of use; in a group without GPU ranks fewer than all."""
@@ -274,7 +292,7 @@ class _Solver:
             yield self._option(LAYER, PlacementMode.LAYER, found, self._all, problem=problem)
             return
         fixed = self._fixed(shares)
-        found = self._best(self._roles.by_shares(fixed), fixed)
+        found = self._best(self._roles.by_shares(fixed), fixed, memory=self._memory)
         problem = self._idle_problem(found.plan, describe_units(self._config)) if found is not None else ""
         yield self._option(SHARES, PlacementMode.TENSOR, None if problem else found, self._all, problem=problem)
 
@@ -299,14 +317,24 @@ class _Solver:
         )
 
     def _streaming(self) -> Option:
-        """By the closed formula, in the GPUs' memory less what is not weights."""
-        why_not = "for comparison only: weights are not streamed to GPUs in this version"
-        seconds = _streaming_s(self._model, self._memory, self._gpus, self._workload)
-        if seconds is None:
-            return Option(STREAMING, None, why_not=f"{why_not}, and all fits or the speed of the bus is not known")
-        batch = min(self._workload.concurrency, self._bounds.max_num_seqs)
-        prediction = Prediction(batch / seconds, 0.0, 0.0, seconds)
-        return Option(STREAMING, None, prediction=prediction, why_not=why_not)
+        """CPU ranks have experts, and the GPU rank room for two buffers of them."""
+        if problem := self._bounds.no_streaming if self._bounds.expert_streaming == 0 else model_problem(self._config):
+            return Option(STREAMING, None, why_not=problem)
+        if len(self._gpus) > 1:
+            return Option(STREAMING, None, why_not=f"experts are streamed to one GPU rank, not to {len(self._gpus)}")
+        kept = buffers_of_all(self._model) + self._memory.all_experts_beside
+        ranks = [
+            replace(rank, memory_bytes=max(0, rank.memory_bytes - kept)) if rank.is_gpu else rank
+            for rank in self._hardware.ranks
+        ]
+        memory = MemoryModel(self._config, replace(self._hardware, ranks=tuple(ranks)), self._bounds, dtype=self._dtype)
+        found = self._best(self._roles.mlp_only(), memory=memory)
+        if found is None:
+            room = f"{kept / 1e9:.2f} GB of the GPU for two buffers of a layer's experts"
+            return Option(STREAMING, None, why_not=f"nothing fits beside {room} (spec.engine.gpuMemoryUtilization)")
+        if found.streaming is None:
+            return Option(STREAMING, None, why_not=found.no_streaming)
+        return self._option(STREAMING, PlacementMode.TENSOR, found, self._all)
 
     def _problem_of_helpers(self) -> str:
         """Say why CPU ranks cannot all help: too few slices, or a GPU rank without room for attention; or empty."""
@@ -389,22 +417,3 @@ def _seconds(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e6:.3g} µs"
-
-
-def _streaming_s(model: CostModel, memory: MemoryModel, gpus: Sequence[int], workload: WorkloadSpec) -> float | None:
-    """Return the seconds of a decode step with weights streamed to the GPUs; None if all fits or the bus is unknown."""
-    ranks = [model.hardware.ranks[rank] for rank in gpus]
-    bus = sum(rank.speeds.to_device_bandwidth for rank in ranks)
-    config = model.config
-    cache = memory.cache_bytes(config.num_kv_heads)
-    fixed = sum(memory.fixed_bytes(rank, holds_heads=True) for rank in gpus)
-    room = sum(rank.memory_bytes for rank in ranks) - fixed - cache
-    weight_bytes = min(model.whole_bytes(rank) for rank in gpus)
-    streamed = weight_bytes - max(0.0, room)
-    if not bus or streamed <= 0:
-        return None
-    layers = (config.of_layer(i).cached_elements(config.num_kv_heads) for i in range(config.num_layers))
-    kv_bytes = sum(layers) * model.element_bytes
-    read = weight_bytes + kv_bytes * workload.concurrency * workload.decode_context
-    bandwidth = sum(rank.speeds.memory_bandwidth for rank in ranks)
-    return max(read / bandwidth, streamed / bus)

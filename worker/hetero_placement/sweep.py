@@ -23,6 +23,7 @@ from hetero_placement.hardware import Hardware
 from hetero_placement.memory_model import MemoryModel
 from hetero_placement.shard_plans import deal_layers, deal_within_layers
 from hetero_placement.steps import LOADS, Load, decode_step
+from hetero_placement.streaming import streamed_steps
 
 POINTS: Final = 81
 MOST_PROPOSED: Final = 16
@@ -104,9 +105,12 @@ def rates_by_load(
     model = CostModel(config, hardware.levelled(), dtype=dtype)
     loads = tuple(load for load in LOADS if load.fits(bounds))
     planned = [option for option in options if option.plan is not None]
-    rates = tuple(
-        (option, tuple(model.tokens_per_s(option.made, load, bounds) for load in loads)) for option in planned
-    )
+
+    def rates_of(option: Option) -> tuple[float, ...]:
+        streamed = streamed_steps(model, option.made, option.streaming)
+        return tuple(model.tokens_per_s(option.made, load, bounds, streamed=streamed) for load in loads)
+
+    rates = tuple((option, rates_of(option)) for option in planned)
     return LoadRates(loads, rates, hardware.ranks_of(PoolType.GPU))
 
 

@@ -317,4 +317,4 @@ class TensorSearch:
         needed += sum(counts[rank] * unit_bytes for counts, unit_bytes in each if counts is not None)
         for kind, counts in {"columns": fixed.columns, **self._fixed_experts}.items():
             needed += self._first_bytes(rank, kind) if counts is not None and counts[rank] else 0.0
-        return self._model.hardware.ranks[rank].memory_bytes - needed
+        return self._memory.hardware.ranks[rank].memory_bytes - needed

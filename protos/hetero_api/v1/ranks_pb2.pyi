@@ -1075,6 +1075,7 @@ class LoadModel(_message.Message):
     HAS_DRAFT_FIELD_NUMBER: _builtins.int
     HAS_PREDICTION_HEAD_FIELD_NUMBER: _builtins.int
     ADAPTS_EXPERTS_FIELD_NUMBER: _builtins.int
+    EXPERT_BUFFER_BYTES_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """Arithmetic type, "float32" or "bfloat16"."""
     max_model_len: _builtins.int
@@ -1105,6 +1106,10 @@ class LoadModel(_message.Message):
     """Whether rank 0 also loads the model's first multi-token-prediction head, to draft with (engine.speculative.kind MTP)."""
     adapts_experts: _builtins.bool
     """Whether adapters may change experts, too (engine.adapters.experts): memory is kept for that."""
+    expert_buffer_bytes: _builtins.int
+    """Bytes of the GPU rank's two buffers for a layer's experts of the other ranks, which share them with it
+    (expertStreaming); 0: no experts are streamed.
+    """
     @_builtins.property
     def shard_plan(self) -> Global___ShardPlan:
         """Who owns what."""
@@ -1132,10 +1137,11 @@ class LoadModel(_message.Message):
         has_draft: _builtins.bool = ...,
         has_prediction_head: _builtins.bool = ...,
         adapts_experts: _builtins.bool = ...,
+        expert_buffer_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapts_experts", b"adapts_experts", "batch_invariant", b"batch_invariant", "cache_size_is_given", b"cache_size_is_given", "device_memory_utilization", b"device_memory_utilization", "dtype", b"dtype", "enforce_eager", b"enforce_eager", "expert_deferral", b"expert_deferral", "has_draft", b"has_draft", "has_prediction_head", b"has_prediction_head", "kv_cache_dtype", b"kv_cache_dtype", "max_adapter_rank", b"max_adapter_rank", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "plan_key", b"plan_key", "quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapts_experts", b"adapts_experts", "batch_invariant", b"batch_invariant", "cache_size_is_given", b"cache_size_is_given", "device_memory_utilization", b"device_memory_utilization", "dtype", b"dtype", "enforce_eager", b"enforce_eager", "expert_buffer_bytes", b"expert_buffer_bytes", "expert_deferral", b"expert_deferral", "has_draft", b"has_draft", "has_prediction_head", b"has_prediction_head", "kv_cache_dtype", b"kv_cache_dtype", "max_adapter_rank", b"max_adapter_rank", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "plan_key", b"plan_key", "quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1262,16 +1268,20 @@ class Allocated(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KV_BYTES_FIELD_NUMBER: _builtins.int
+    STREAMING_PROBLEM_FIELD_NUMBER: _builtins.int
     kv_bytes: _builtins.int
     """Bytes of the cache on this rank."""
+    streaming_problem: _builtins.str
+    """Why experts cannot be streamed, where buffers for them were ordered; empty if they can. All ranks can, or none does."""
     def __init__(
         self,
         *,
         kv_bytes: _builtins.int = ...,
+        streaming_problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes", b"kv_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes", b"kv_bytes", "streaming_problem", b"streaming_problem"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1553,12 +1563,17 @@ class StepPlan(_message.Message):
     TRACED_FIELD_NUMBER: _builtins.int
     DRAFT_SLOTS_FIELD_NUMBER: _builtins.int
     NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    STREAMS_EXPERTS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """The step."""
     traced: _builtins.bool
     """Whether every rank sends a StepTrace of it."""
     num_drafts: _builtins.int
     """... and how many tokens at most; it proposes fewer where the slot has blocks for fewer."""
+    streams_experts: _builtins.bool
+    """Whether the GPU rank computes all experts of this step, with copies of those that the other ranks share with it.
+    These do nothing in layers with experts then. Only where there are spans.
+    """
     @_builtins.property
     def released_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Slots whose state is dropped, before anything else."""
@@ -1619,10 +1634,11 @@ class StepPlan(_message.Message):
         traced: _builtins.bool = ...,
         draft_slots: _abc.Iterable[_builtins.int] | None = ...,
         num_drafts: _builtins.int = ...,
+        streams_experts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "block_slots", b"block_slots", "command", b"command", "decode_slots", b"decode_slots", "draft_slots", b"draft_slots", "masked_slots", b"masked_slots", "new_sequences", b"new_sequences", "num_drafts", b"num_drafts", "proposals", b"proposals", "released_slots", b"released_slots", "spans", b"spans", "step_id", b"step_id", "traced", b"traced"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "block_slots", b"block_slots", "command", b"command", "decode_slots", b"decode_slots", "draft_slots", b"draft_slots", "masked_slots", b"masked_slots", "new_sequences", b"new_sequences", "num_drafts", b"num_drafts", "proposals", b"proposals", "released_slots", b"released_slots", "spans", b"spans", "step_id", b"step_id", "streams_experts", b"streams_experts", "traced", b"traced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu.orders import Stream
 from bench.gpu.shapes import TINY
-from bench.gpu.streaming import seconds_a_token
 from bench.gpu.weights import MadeWeights
 from hetero_worker.backends.cpu import cpu_backend
 from hetero_worker.checkpoints.store import TensorSlice
@@ -41,9 +39,3 @@ def test_a_runner_loads_them_where_there_is_no_directory() -> None:
     runner = PlanRunner(cpu_backend())
     runner.attach(LocalExchange())
     assert runner.load(request).weight_bytes >= 4 * TINY.num_parameters
-
-
-@pytest.mark.parametrize("num_streamed", [0, 1, 3, 4])
-def test_a_token_goes_through_resident_and_streamed_layers(num_streamed: int) -> None:
-    order = Stream(16 * 64 * 4, 4, num_streamed, 64, "float32")
-    assert seconds_a_token(order, cpu_backend()) > 0

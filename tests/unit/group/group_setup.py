@@ -191,6 +191,8 @@ class ScriptedRank:
         self.instance = instance or f"instance-{ordinal}"
         self.link = RankLink(f"peer-{ordinal}")
         self.graph_sizes: tuple[int, ...] = ()
+        self.streaming_problem = ""
+        """Why it cannot share experts."""
         self.epoch = 0
         self._messages = self._parsed()
 
@@ -240,7 +242,8 @@ class ScriptedRank:
                 self.say(self.epoch, loaded=loaded)
             case "allocate_cache":
                 kv_bytes = order.num_blocks * order.block_size * KV_BYTES_PER_TOKEN
-                self.say(self.epoch, allocated=ranks_pb2.Allocated(kv_bytes=kv_bytes))
+                allocated = ranks_pb2.Allocated(kv_bytes=kv_bytes, streaming_problem=self.streaming_problem)
+                self.say(self.epoch, allocated=allocated)
 
     def lose(self) -> None:
         """The process is gone."""

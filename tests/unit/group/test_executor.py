@@ -97,6 +97,22 @@ async def test_all_ranks_get_the_same_plan_and_a_step_has_one_id_everywhere() ->
     assert (len(bench.seconds), bench.executor.num_steps) == (3, 3)
 
 
+@pytest.mark.parametrize(("decode", "prompt", "streams"), [(0, 8, True), (3, 5, True), (0, 7, False), (8, 0, False)])
+async def test_steps_with_prompts_and_enough_rows_stream_experts(decode: int, prompt: int, *, streams: bool) -> None:
+    bench = Bench()
+    for streams_from, expected in ((None, False), (8, streams)):
+        bench.executor.streams_from = streams_from
+        plan = ranks_pb2.StepPlan(decode_slots=range(decode))
+        if prompt:
+            plan.spans.add(slot=9, num_tokens=prompt)
+        step = bench.executor.in_flight.submit(ScheduledStep(plan))
+        first, second = await bench.sent()
+        assert first == second
+        assert first.step_plan.streams_experts is expected
+        bench.answer(step.step_id)
+        bench.take()
+
+
 async def test_the_next_plan_goes_out_before_the_last_result_came_and_results_come_in_order() -> None:
     bench = Bench()
     for _ in range(2):

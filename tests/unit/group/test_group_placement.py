@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -21,6 +22,7 @@ from hetero_gateway.group.placement import (
     machine_of,
 )
 from hetero_gateway.group.settings import GroupSettings, make_plan_key
+from hetero_placement.decision import Streaming
 from hetero_placement.shard_plans import deal_within_layers
 from hetero_placement.solver import ADOPTED
 from tests.unit.group.group_setup import (
@@ -32,6 +34,7 @@ from tests.unit.group.group_setup import (
     hello,
     model_config,
     spec_of,
+    wait_until,
 )
 
 pytestmark = pytest.mark.unit
@@ -209,3 +212,40 @@ def test_what_ranks_need_of_their_memory_in_any_case_is_what_they_told() -> None
 def test_pods_of_one_machine_share_its_memory_also_if_they_have_no_folder_in_common() -> None:
     assert machine_of("boot:1a:2") == machine_of("boot:1b:7") != machine_of("other:1a:2")
     assert machine_of("unshared:12") != machine_of("unshared:34")
+
+
+def streaming_placement(settings: GroupSettings, ranks: PlacedRanks, held: ShardPlan | None) -> Placement:
+    """The solver's, as if its plan streamed experts in steps of 8 tokens or more."""
+    placement = decide_placement(settings, ranks, held)
+    decision = placement.decision
+    chosen = replace(decision.chosen, streaming=Streaming(8, 99, 4096, 1.0, 2.0))
+    return replace(placement, decision=replace(decision, chosen=chosen))
+
+
+@pytest.mark.parametrize("problem", ["", "no locked memory"])
+async def test_steps_stream_experts_if_all_ranks_can_share_them(monkeypatch: pytest.MonkeyPatch, problem: str) -> None:
+    monkeypatch.setattr("hetero_gateway.group.placement.decide_placement", streaming_placement)
+    async with GroupBench() as bench:
+        ranks = bench.obedient(0), bench.obedient(1)
+        ranks[1].streaming_problem = problem
+        await bench.until(GroupState.READY)
+        long = [plan for plan in ranks[0].plans if sum(span.num_tokens for span in plan.spans) >= 8]
+        assert long
+        assert {plan.streams_experts for plan in long} == {not problem}
+        assert (f"no experts are streamed: rank 1 (pod-1): {problem}" in bench.topology.placement.reason) == bool(
+            problem
+        )
+
+
+async def test_a_group_that_must_stream_and_cannot_fails_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetero_gateway.group.placement.decide_placement", streaming_placement)
+    monkeypatch.setattr("hetero_gateway.group.placement.check_streaming", lambda *_: None)
+    settings = group_settings()
+    engine = settings.spec.engine.model_copy(update={"expert_streaming": 8})
+    asked = replace(settings, spec=settings.spec.model_copy(update={"engine": engine}))
+    async with GroupBench(asked) as bench:
+        bench.obedient(0).streaming_problem = "no locked memory"
+        bench.obedient(1)
+        await wait_until(lambda: bench.group.failed)
+        assert "spec.engine.expertStreaming: " in bench.topology.reason
+        assert "no locked memory" in bench.topology.reason

@@ -9,6 +9,7 @@ from hetero_api.spec import ExchangeKind, PlacementShares
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.group.errors import EpochEnded
 from hetero_gateway.group.orders import asked_exchange, built_exchange, load_order
+from hetero_placement.decision import Streaming
 from hetero_placement.shard_plans import deal_within_layers
 from tests.unit.group.group_setup import GroupBench, ScriptedRank, group_settings, hello, model_config
 
@@ -87,6 +88,14 @@ def test_ranks_are_asked_to_defer_experts_as_the_resource_says() -> None:
     plan = deal_within_layers(model_config(), cores=[1, 1], shares=PlacementShares())
     for engine, asked in (({}, 0), ({"expertDeferral": 3}, 3)):
         assert load_order(group_settings(*pools, engine=engine), plan).expert_deferral == asked
+
+
+def test_ranks_share_experts_where_some_are_streamed() -> None:
+    pools = ({"name": "gpu", "type": "GPU", "ranks": 1}, {"name": "cpu", "ranks": 1})
+    plan = deal_within_layers(model_config(), cores=[1, 1], shares=PlacementShares())
+    streaming = Streaming(256, 4096, 1 << 30, 1.0, 2.0)
+    assert load_order(group_settings(*pools), plan).expert_buffer_bytes == 0
+    assert load_order(group_settings(*pools), plan, streaming).expert_buffer_bytes == 1 << 30
 
 
 def test_ranks_keep_memory_for_adapters_of_experts_as_the_resource_says() -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from hetero_api.errors import PlanError
-from hetero_api.spec import PlacementShares
+from hetero_api.spec import PlacementMode, PlacementShares
 from hetero_api.weight_format import StoredWeights, WeightFormat
 from hetero_gateway.group.errors import UnsupportedSpecError
-from hetero_gateway.group.settings import check_deferral, check_supported, resolve_max_model_len
+from hetero_gateway.group.settings import check_deferral, check_streaming, check_supported, resolve_max_model_len
+from hetero_placement.decision import Decision, Option, Streaming
 from hetero_placement.shard_plans import deal_within_layers
 from tests.unit.group.group_setup import model_config, spec_of
 
@@ -105,3 +106,16 @@ def test_a_placement_without_anything_to_defer_is_refused() -> None:
     ):
         check_deferral(spec, both)
     check_deferral(spec_of(*GPU_AND_CPU), both)
+
+
+def test_streaming_that_is_asked_for_and_cannot_be_had_is_refused_with_the_reason() -> None:
+    plan = deal_within_layers(model_config(**MOE), cores=[1, 1], shares=PlacementShares())
+    chosen = Option("Tensor", PlacementMode.TENSOR, plan, no_streaming="no CPU rank has experts")
+    decision = Decision(plan, (chosen,), chosen, "")
+    check_streaming(spec_of(*GPU_AND_CPU), decision)
+    check_streaming(spec_of(*GPU_AND_CPU, engine={"expertStreaming": 0}), decision)
+    asked = spec_of(*GPU_AND_CPU, engine={"expertStreaming": 99})
+    with pytest.raises(PlanError, match=r"spec\.engine\.expertStreaming: 99, but no CPU rank has experts; leave"):
+        check_streaming(asked, decision)
+    streaming = Streaming(99, 999, 1 << 20, 1.0, 2.0)
+    check_streaming(asked, replace(decision, chosen=replace(chosen, streaming=streaming)))

@@ -53,7 +53,7 @@ def test_draws_compile(tmp_path: Path) -> None:
 def test_products_with_quantised_weights_compile_and_spill_nothing(tmp_path: Path) -> None:
     lines = [line.split() for line in told_by("compile_quantized_kernels", tmp_path)]
     assert Counter(line[0] for line in lines) == {
-        "_product": 5, "_grouped": 4, "_add_parts": 1, "_look_up": 1, "_add_choices": 1
+        "_product": 5, "_grouped": 8, "_add_parts": 1, "_look_up": 1, "_add_choices": 1
     }  # fmt: skip
     assert max(int(line[4]) for line in lines) <= SMALL_GPU_BYTES
     assert [line for line in lines if line[6] != "0"] == []

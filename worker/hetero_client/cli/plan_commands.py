@@ -116,12 +116,15 @@ def plan(
         options_table,
         proposals_line,
         ranks_table,
+        streaming_lines,
     )
 
     console = output()
     console.print(title, highlight=False, markup=False)
     console.print(options_table(decision, hardware))
     console.print(decision.reason, markup=False, highlight=False)
+    for line in streaming_lines(decision):
+        console.print(line, markup=False, highlight=False)
     console.print(loads_table(decision, rates))
     if rates.verdict:
         console.print(rates.verdict, markup=False, highlight=False)

@@ -109,6 +109,13 @@ def cache_line(decision: Decision, memory: MemoryModel, *, block_size: int) -> s
     return f"KV cache: at least {blocks} blocks of {block_size} tokens"
 
 
+def streaming_lines(decision: Decision) -> Iterator[str]:
+    """Yield a line for each option that streams experts: from how many tokens on, and what that brings."""
+    for option in decision.options:
+        if option.streaming is not None:
+            yield f"{option.name}: {option.note}"
+
+
 def proposals_line(rate: ProposedRate, *, acceptance: float) -> str:
     """Return a line with the predicted gain of proposals from one source."""
     begin = f"Proposals by {rate.source}, right with a chance of {acceptance:g}"
@@ -165,6 +172,14 @@ def _option_json(option: Option, *, is_chosen: bool) -> dict[str, Any]:
         "whyNot": option.why_not or None,
         "weightShares": list(option.weight_shares) or None,
     }
+    if option.streaming is not None:
+        data["streaming"] = {
+            "minTokens": option.streaming.min_rows,
+            "fullTokens": option.streaming.full_rows,
+            "bufferBytes": option.streaming.buffer_bytes,
+            "chunkSeconds": option.streaming.chunk_s,
+            "residentChunkSeconds": option.streaming.resident_chunk_s,
+        }
     if option.prediction is not None:
         data |= {"decodeTokensPerSecond": option.prediction.decode_tokens_per_s}
         if option.plan is not None:

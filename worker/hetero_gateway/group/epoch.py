@@ -125,7 +125,7 @@ class Epoch:
             placement = await self._plan(ranks)
             deadline_s += asyncio.get_running_loop().time() - began_s  # no rank is late by what the gateway took
             await self._load(placement, deadline_s)
-            await self._allocate(deadline_s)
+            await self._allocate(placement, deadline_s)
             await self._warm_up()
             await self._load_adapters()
             self._open()
@@ -233,13 +233,13 @@ class Epoch:
     async def _load(self, placement: Placement, deadline_s: float) -> None:
         self._heartbeats.tolerate(BUSY_SILENCE_S)
         self._enter(GroupState.LOADING)
-        order = load_order(self._settings, placement.plan)
+        order = load_order(self._settings, placement.plan, placement.streaming)
         self._send_all(ranks_pb2.GatewayMessage(epoch=self.number, load_model=order))
         answers = await self._await_answers("loaded", deadline_s)
         self.loaded = [message.loaded for message in answers]
         self.weight_bytes = {rank: loaded.weight_bytes for rank, loaded in enumerate(self.loaded)}
 
-    async def _allocate(self, deadline_s: float) -> None:
+    async def _allocate(self, placement: Placement, deadline_s: float) -> None:
         try:
             self.cache = first_cache(self._settings, self.loaded)
         except CacheSizeError as error:
@@ -247,6 +247,20 @@ class Epoch:
         self._send_all(ranks_pb2.GatewayMessage(epoch=self.number, allocate_cache=self.cache))
         answers = await self._await_answers("allocated", deadline_s)
         self.kv_bytes = {rank: message.allocated.kv_bytes for rank, message in enumerate(answers)}
+        if placement.streaming is not None:
+            problems = (
+                f"{member}: {message.allocated.streaming_problem}"
+                for member, message in zip(self.members, answers, strict=True)
+                if message.allocated.streaming_problem
+            )
+            problem = "; ".join(problems)
+            if problem and self._settings.spec.engine.expert_streaming:
+                raise EpochEnded(f"spec.engine.expertStreaming: {problem}", permanent=True)
+            if problem:
+                self._placement.note_resident(problem)
+                logger.warning("epoch=%d no experts are streamed: %s", self.number, problem)
+            else:
+                self._executor.streams_from = placement.streaming.min_rows
 
     async def _warm_up(self) -> None:
         self._expected = ""

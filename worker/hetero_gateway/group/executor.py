@@ -66,6 +66,8 @@ class GroupExecutor:
         on_late: Callable[[str], None],
     ) -> None:
         self.in_flight = StepsInFlight(send=self._send_step, send_masks=self._send_masks)
+        self.streams_from: int | None = None
+        """Rows from which on a step with prompts streams experts; None: none does."""
         self.num_steps = 0
         """Steps that were answered."""
         self._links = tuple(links)
@@ -88,11 +90,20 @@ class GroupExecutor:
     def _send_step(self, step: StepInFlight) -> None:
         if self._command is not None and not self._command.in_turn:
             raise EngineFault("a step goes out while a command does")
-        self._send(step.step.plan)
+        plan = step.step.plan
+        plan.streams_experts = self._streams(plan)
+        self._send(plan)
         if step.owes_masks:
             self._masks_sent.clear()
         if self._timer is None:
             self._arm_timer(self._step_timeout_s)
+
+    def _streams(self, plan: ranks_pb2.StepPlan) -> bool:
+        if self.streams_from is None or not plan.spans:
+            return False
+        proposed = sum(len(proposal.token_ids) for proposal in plan.proposals)
+        rows = len(plan.decode_slots) + proposed + sum(span.num_tokens for span in plan.spans)
+        return rows >= self.streams_from
 
     def _send_masks(self, step: StepInFlight) -> None:
         token_masks = ranks_pb2.TokenMasks(step_id=step.step_id, masks=step.masks)

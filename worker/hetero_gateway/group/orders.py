@@ -13,6 +13,7 @@ from hetero_gateway.group.errors import EpochEnded
 from hetero_gateway.group.recovery import HEARTBEAT_INTERVAL_S
 from hetero_gateway.group.roster import Member
 from hetero_gateway.group.settings import GroupSettings
+from hetero_placement.decision import Streaming
 
 _FIELD: Final = "spec.exchange.kind"
 _SEGMENT_RANDOM_BYTES: Final = 4
@@ -46,8 +47,8 @@ def form_orders(
         yield form
 
 
-def load_order(settings: GroupSettings, plan: ShardPlan) -> ranks_pb2.LoadModel:
-    """Return the order, the same for all ranks, to load their shards of a plan."""
+def load_order(settings: GroupSettings, plan: ShardPlan, streaming: Streaming | None = None) -> ranks_pb2.LoadModel:
+    """Return the order, the same for all ranks, to load their shards of a plan, and share experts to be streamed."""
     return ranks_pb2.LoadModel(
         dtype=settings.dtype,
         max_model_len=settings.max_model_len,
@@ -60,6 +61,7 @@ def load_order(settings: GroupSettings, plan: ShardPlan) -> ranks_pb2.LoadModel:
         quantization=settings.quantization,
         kv_cache_dtype=settings.spec.kv_cache_dtype_in_force,
         expert_deferral=settings.spec.engine.expert_deferral,
+        expert_buffer_bytes=0 if streaming is None else streaming.buffer_bytes,
         max_adapters=settings.spec.engine.adapters.max_loaded,
         max_adapter_rank=settings.spec.engine.adapters.max_rank,
         adapts_experts=settings.spec.engine.adapters.experts,

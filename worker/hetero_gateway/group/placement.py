@@ -27,9 +27,9 @@ from hetero_api.sharding import ShardPlan
 from hetero_api.spec import PlacementMode
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.step_pace import DecodePace
-from hetero_gateway.group.settings import GroupSettings, check_deferral, check_plan
+from hetero_gateway.group.settings import GroupSettings, check_deferral, check_plan, check_streaming
 from hetero_placement.cost_model import CostModel
-from hetero_placement.decision import Decision, Option, bounds_of
+from hetero_placement.decision import Bounds, Decision, Option, Streaming, bounds_of
 from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware
 from hetero_placement.solver import ADOPTED, predict, solve
 
@@ -57,6 +57,11 @@ class Placement:
     decision: Decision
     hardware: Hardware
     settings: GroupSettings
+
+    @property
+    def streaming(self) -> Streaming | None:
+        """Streaming of experts in force; None: there is none."""
+        return self.decision.chosen.streaming
 
     @cached_property
     def cost_model(self) -> CostModel:
@@ -99,6 +104,13 @@ class GroupPlacement:
             self.current = replace(self.current, plan=held)
         return self.current
 
+    def note_resident(self, problem: str) -> None:
+        """Add to the reason that ranks could not share experts to be streamed, and why; the next epoch tries again."""
+        told = f"; no experts are streamed: {problem}"
+        if self.current is not None and told not in self.current.decision.reason:
+            decision = replace(self.current.decision, reason=self.current.decision.reason + told)
+            self.current = replace(self.current, decision=decision)
+
     def replace_plan(self, plan: ShardPlan) -> None:
         """Adopt another plan of the same key, which the ranks have changed to. Raises PlanError before any decision."""
         if self.current is None:
@@ -130,9 +142,10 @@ def decide_placement(settings: GroupSettings, ranks: PlacedRanks, held: ShardPla
 
     Measurements go to the solver as they were reported; the solver levels ranks of one kind.
     """
-    hardware = hardware_of(settings, ranks)
-    decision = _adopt(settings, hardware, held) if held is not None else _solve(settings, hardware)
+    hardware, bounds = hardware_of(settings, ranks), _bounds(settings, ranks)
+    decision = _adopt(settings, hardware, held, bounds) if held is not None else _solve(settings, hardware, bounds)
     check_deferral(settings.spec, decision.plan)
+    check_streaming(settings.spec, decision)
     mode = _mode_of(decision, hardware)
     return Placement(decision.plan, mode=mode, decision=decision, hardware=hardware, settings=settings)
 
@@ -183,36 +196,35 @@ def _typical(reports: Sequence[Sequence[ranks_pb2.ExchangeTime]]) -> list[ranks_
     return [ranks_pb2.ExchangeTime(bytes=size, seconds=median(seconds[size])) for size in sorted(seconds)]
 
 
-def _solve(settings: GroupSettings, hardware: Hardware) -> Decision:
-    return solve(
-        settings.config,
-        hardware,
-        dtype=settings.dtype,
-        placement=settings.spec.placement,
-        bounds=bounds_of(settings.spec, settings.config, settings.draft),
-    )
+def _bounds(settings: GroupSettings, ranks: PlacedRanks) -> Bounds:
+    """Return the engine's bounds; without shared memory among the ranks, no experts are streamed."""
+    bounds = bounds_of(settings.spec, settings.config, settings.draft)
+    if bounds.expert_streaming == 0 or all(each.exchange == ranks_pb2.EXCHANGE_KIND_SHM for each in ranks.formed):
+        return bounds
+    return replace(bounds, expert_streaming=0, no_streaming="the ranks share no memory (spec.exchange)")
 
 
-def _adopt(settings: GroupSettings, hardware: Hardware, held: ShardPlan) -> Decision:
+def _solve(settings: GroupSettings, hardware: Hardware, bounds: Bounds) -> Decision:
+    return solve(settings.config, hardware, dtype=settings.dtype, placement=settings.spec.placement, bounds=bounds)
+
+
+def _adopt(settings: GroupSettings, hardware: Hardware, held: ShardPlan, bounds: Bounds) -> Decision:
     """Keep the plan that stands, and compare it with the one that the solver would choose now."""
     try:
-        fresh = _solve(settings, hardware)
+        fresh = _solve(settings, hardware, bounds)
     except PlanError as error:
         logger.warning("the ranks hold a plan that would not be chosen now: %s", error)
         fresh = None
     if fresh is not None and fresh.plan == replace(held, expert_orders=()):
         return replace(fresh, plan=held)  # experts were moved since, which the solver does not know
-    prediction = predict(
-        settings.config,
-        hardware,
-        held,
-        dtype=settings.dtype,
-        workload=settings.spec.placement.workload,
-        bounds=bounds_of(settings.spec, settings.config, settings.draft),
+    prediction, streaming, no_streaming = predict(
+        settings.config, hardware, held, dtype=settings.dtype, workload=settings.spec.placement.workload, bounds=bounds
     )
     weights = CostModel(settings.config, hardware, dtype=settings.dtype).weight_bytes(held)
     shares = tuple(part / sum(weights) for part in weights)
-    chosen = Option(ADOPTED, None, held, prediction, weight_shares=shares)
+    chosen = Option(
+        ADOPTED, None, held, prediction, weight_shares=shares, streaming=streaming, no_streaming=no_streaming
+    )
     options = (chosen, *(fresh.options if fresh is not None else ()))
     reason = f"{ADOPTED}: {prediction.decode_tokens_per_s:.3g} tokens/s decode; weights stay where they are"
     return Decision(held, options, chosen, f"{reason}; anew: {fresh.reason}" if fresh is not None else reason)

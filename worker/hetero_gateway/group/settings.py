@@ -30,7 +30,7 @@ from hetero_api.spec_pools import PoolType
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.config import SpeculationConfig
 from hetero_gateway.group.errors import UnsupportedSpecError
-from hetero_placement.decision import proposing_kind, quantized_config
+from hetero_placement.decision import Decision, proposing_kind, quantized_config
 from hetero_placement.shard_plans import (
     deal_layers,
     deal_within_layers,
@@ -40,6 +40,7 @@ from hetero_placement.shard_plans import (
     most_ranks,
     too_many_ranks,
 )
+from hetero_placement.solver import STREAMING
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +241,15 @@ def check_deferral(spec: HeteroInferenceSpec, plan: ShardPlan) -> None:
             "spec.engine.expertDeferral: no rank without KV heads has experts of two layers in a row, so nothing would "
             "come late; leave it out, or give CPU ranks no attention (spec.placement.shares.attention)"
         )
+
+
+def check_streaming(spec: HeteroInferenceSpec, decision: Decision) -> None:
+    """Raise PlanError if the spec says from where on experts are streamed, and the chosen plan streams none."""
+    asked, chosen = spec.engine.expert_streaming, decision.chosen
+    if asked and chosen.streaming is None:
+        told = (option.why_not for option in decision.options if option.name == STREAMING)
+        why = chosen.no_streaming or next(told, "no placement that is allowed streams any")
+        raise PlanError(f"spec.engine.expertStreaming: {asked}, but {why}; leave it out or set it to 0")
 
 
 def _check_number(spec: HeteroInferenceSpec, config: ModelConfig) -> None:

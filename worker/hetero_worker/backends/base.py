@@ -29,6 +29,7 @@ from hetero_worker.distributed.staging import Staging
 from hetero_worker.layers.fused_ops import FusedOps
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.memory.memory_pool import MemoryPool
+from hetero_worker.memory.streams import DeviceStreams
 from hetero_worker.memory.weight_offload import OffloadedWeights
 from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.runners.step_parts import StepMaker
@@ -139,6 +140,10 @@ class DeviceBackend(ABC):
     @abstractmethod
     def staging(self) -> Staging:
         """Return new staging for copies to and from the host, on streams of its own."""
+
+    def streams(self) -> DeviceStreams | None:
+        """Return new streams for copies between the host and the device; None where they are the same."""
+        return None
 
     @abstractmethod
     def offload(self, tensors: Iterable[torch.Tensor]) -> OffloadedWeights | None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Protocol
 
 import torch
@@ -231,6 +232,11 @@ class HostExchange(Exchange, Protocol):
         """Amount that this rank has moved since the exchange was made."""
         ...
 
+    @property
+    def shared_path(self) -> Path | None:
+        """Path whose folder all ranks see, and which no other exchange has; None if they share no memory."""
+        ...
+
     def all_reduce(self, tensor: torch.Tensor, contributors: Sequence[int]) -> None:
         """Sum among all ranks, as SumExchange.all_reduce, in fp32 in ascending rank order."""
         ...
@@ -256,6 +262,9 @@ SENT: Final = Sent()
 
 class SendsAtOnce:
     """Base of exchanges whose tensors are on the host: `start_send` sends at once."""
+
+    shared_path: Path | None = None
+    """See `HostExchange.shared_path`."""
 
     def send(self, tensor: torch.Tensor, link: Link) -> None:
         """Send over a link, as Exchange.send."""

@@ -25,6 +25,7 @@ of the MLP, and takes in each helper's sum as soon as it arrives. Only the add w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Final, cast
 
 import torch
@@ -240,6 +241,12 @@ def exchange_seconds(exchange: Exchange) -> float:
     """Return the seconds that this rank has spent in its host exchange so far. From any thread."""
     host = exchange.host if isinstance(exchange, HierarchicalExchange) else cast("HostExchange", exchange)
     return host.traffic.seconds
+
+
+def shared_path(exchange: Exchange) -> Path | None:
+    """Return `HostExchange.shared_path` of the exchange that carries what crosses the host."""
+    host = exchange.host if isinstance(exchange, HierarchicalExchange) else cast("HostExchange", exchange)
+    return host.shared_path
 
 
 def _slices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

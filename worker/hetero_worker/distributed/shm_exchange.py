@@ -58,6 +58,7 @@ class ShmExchange(NativeExchange):
         if segment.layout.world_size > MAX_SEATS:
             raise ExchangeError(f"ranks of one host are {MAX_SEATS} at most, not {segment.layout.world_size}")
         self._segment = segment
+        self.shared_path = segment.path
         self._state = state = ShmRank(segment, library, timeout_s=timeout_s)
         rank, links = segment.rank, segment.layout.links()
         self.sources = {at.link: LinkSource(state, at) for at in links if rank == at.link.source}

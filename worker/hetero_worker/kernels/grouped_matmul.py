@@ -71,6 +71,10 @@ class ExpertKind:
     is_float: bool
     has_minima: bool
     has_bias: bool
+    lane: int = 0
+    """Elements that lie side by side where weights lie as host cores have them (`memory.panels`); 0: they do not ..."""
+    panel_size: int = 0
+    """... and elements of a panel."""
 
 
 @triton.jit(do_not_specialize=["number", "num_experts"])
@@ -110,6 +114,8 @@ def _grouped(  # type: ignore[no-untyped-def]
     padded_experts: tl.constexpr,
     tile_columns: tl.constexpr,
     tile_rows: tl.constexpr,
+    lane: tl.constexpr,
+    panel_size: tl.constexpr,
 ):
     """Compute tile (rows of one expert, columns) in programs (0, 1).
 
@@ -146,7 +152,13 @@ def _grouped(  # type: ignore[no-untyped-def]
             else:
                 inputs = x + last.to(tl.int64) * in_features
                 target = choice
-            if bits >= 16:
+            if bits == 32 and lane:
+                values = address.to(tl.pointer_type(tl.float32))
+            elif bits == 16 and lane == 2:
+                values = address.to(tl.pointer_type(tl.bfloat16))
+            elif bits == 16 and lane:
+                values = address.to(tl.pointer_type(tl.float16))
+            elif bits >= 16:
                 values = address.to(tl.pointer_type(x.dtype.element_ty))
             else:
                 values = address.to(tl.pointer_type(tl.uint8))
@@ -169,6 +181,8 @@ def _grouped(  # type: ignore[no-untyped-def]
                 has_tail,
                 tile_columns,
                 tile_rows,
+                lane,
+                panel_size,
             )
             if has_bias:
                 bias = tl.load(place + 3).to(tl.pointer_type(x.dtype.element_ty))
@@ -247,6 +261,8 @@ def grouped_linear(
         padded_experts=triton.next_power_of_2(choices.num_experts),
         tile_columns=tile.columns,
         tile_rows=tile.rows,
+        lane=kind.lane,
+        panel_size=kind.panel_size,
         num_warps=tile.warps,
         num_stages=tile.stages,
         enable_fp_fusion=True,

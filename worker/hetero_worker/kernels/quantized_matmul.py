@@ -34,6 +34,8 @@ _ALIGNMENT: Final = 16
 _BLOCK: Final = 1024
 _LOOKED_UP: Final = 256
 """Columns that a program looks up."""
+_PANEL: Final = tl.constexpr(32)
+"""Rows of a panel of the layout of host cores (`memory.panels`)."""
 _WHOLE: Final = tl.constexpr(0x4B000000)
 """Bits of the float32 2^23, whose last bits count in ones."""
 _WHOLE_ZERO: Final = tl.constexpr(8388608.0)
@@ -155,38 +157,51 @@ def _chunk_sums(  # type: ignore[no-untyped-def]
     has_tail: tl.constexpr,
     tile_columns: tl.constexpr,
     tile_rows: tl.constexpr,
+    lane: tl.constexpr,
 ):
     """Return a chunk's sums of products [columns, rows], and the sums of its inputs [rows] if there are minima.
 
     `place`: of the first value of each column [columns, 1]; `inputs`: of the first input of each row [1, rows].
+    `lane`: as for `tile_sums`.
     """
     sums = tl.zeros([tile_columns, tile_rows], tl.float32)
     totals = tl.zeros([tile_rows], tl.float32)
     if bits >= 8:
         offset = tl.arange(0, chunk)
+        at = offset
+        if lane == 2:  # pairs, the first in the upper half
+            at = offset // 2 * (2 * _PANEL) + (1 - offset % 2)
+        elif lane:
+            at = offset // lane * (lane * _PANEL) + offset % lane
         if has_tail:
-            stored = tl.load(place + offset[None, :], mask=(offset < width)[None, :], other=0)
+            stored = tl.load(place + at[None, :], mask=(offset < width)[None, :], other=0)
             right = tl.load(inputs + offset[:, None], mask=(offset < width)[:, None], other=0.0)
         else:
-            stored = tl.load(place + offset[None, :])
+            stored = tl.load(place + at[None, :])
             right = tl.load(inputs + offset[:, None])
         if bits == 8:
             sums = _add_product(sums, stored, right, bits, middle, is_float)
         else:
-            sums = tl.dot(stored, right, sums, input_precision="ieee")
+            sums = tl.dot(stored.to(right.dtype), right, sums, input_precision="ieee")
         if has_minima:
             totals = tl.sum(right.to(tl.float32), axis=0)
     else:
         offset = tl.arange(0, chunk // 2)
+        half = (width + 1) // 2
+        at, first, second = offset, offset, half + offset
+        if lane:
+            at = offset // lane * (lane * _PANEL) + offset % lane
+            first = offset // lane * (2 * lane) + offset % lane
+            second = first + lane
+            half = width  # a byte is there if its first input is
         if has_tail:
-            half = (width + 1) // 2
-            stored = tl.load(place + offset[None, :], mask=(offset < half)[None, :], other=0)
-            low = tl.load(inputs + offset[:, None], mask=(offset < half)[:, None], other=0.0)
-            high = tl.load(inputs + half + offset[:, None], mask=(half + offset < width)[:, None], other=0.0)
+            stored = tl.load(place + at[None, :], mask=(first < half)[None, :], other=0)
+            low = tl.load(inputs + first[:, None], mask=(first < half)[:, None], other=0.0)
+            high = tl.load(inputs + second[:, None], mask=(second < width)[:, None], other=0.0)
         else:
-            stored = tl.load(place + offset[None, :])
-            low = tl.load(inputs + offset[:, None])
-            high = tl.load(inputs + chunk // 2 + offset[:, None])
+            stored = tl.load(place + at[None, :])
+            low = tl.load(inputs + first[:, None])
+            high = tl.load(inputs + second[:, None])
         if chunk >= 32:
             sums = _add_product(sums, stored & 15, low, bits, middle, is_float)
             sums = _add_product(sums, stored >> 4, high, bits, middle, is_float)
@@ -219,17 +234,27 @@ def tile_sums(  # type: ignore[no-untyped-def]
     has_tail: tl.constexpr,
     tile_columns: tl.constexpr,
     tile_rows: tl.constexpr,
+    lane: tl.constexpr = 0,
+    panel_size: tl.constexpr = 0,
 ):
     """Return float32 sums [columns, rows] over chunks [first, end).
 
     `inputs`: of the first input of each row [rows]; `column`: int64 [columns], each of which is there. Of more than 8
-    `bits`, values are floats of the inputs' type, row by row, without scales.
+    `bits`, values are floats, row by row, without scales. With a `lane`, all lies as host cores have it, in panels of
+    `panel_size` (`memory.panels`).
     """
     sums = tl.zeros([tile_columns, tile_rows], tl.float32)
+    scaled, stride = column, out_features
+    if lane:
+        groups = (in_features + group - 1) // group if group else 1
+        scaled, stride = column // _PANEL * (groups * _PANEL) + column % _PANEL, _PANEL
+        column = column // _PANEL * panel_size + column % _PANEL * lane
     for number in range(first, end):
         begin = number * chunk
         width = tl.minimum(in_features - begin, chunk) if has_tail else chunk
-        if bits == 4:
+        if lane:
+            place = values + (begin * (_PANEL // 2 if bits == 4 else _PANEL) + column)
+        elif bits == 4:
             place = values + (begin // 2 * out_features.to(tl.int64) + column * ((width + 1) // 2))
         elif bits > 8:
             place = values + (column * in_features + begin)
@@ -247,11 +272,12 @@ def tile_sums(  # type: ignore[no-untyped-def]
             has_tail,
             tile_columns,
             tile_rows,
+            lane,
         )
         if bits > 8:
             sums += added
         else:
-            at = begin // group * out_features + column if group else column
+            at = begin // group * stride + scaled if group else scaled
             scale = tl.load(scales + at).to(tl.float32)
             if is_float and bits == 4:
                 scale *= 32768.0

@@ -21,7 +21,8 @@ from hetero_api.weight_format import COLUMN_UNIT, WeightFormat
 from hetero_worker.adapters.low_rank import AdapterRows, LowRank, PackedLowRank
 from hetero_worker.adapters.peft_files import LowRankFactors
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
-from hetero_worker.layers.fused_ops import FusedOps
+from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
+from hetero_worker.memory.panels import PANEL_ROWS, PanelLayer, PanelWeight, Place
 
 FLOAT_TYPES: Final[Mapping[str, torch.dtype]] = {
     "float32": torch.float32,
@@ -36,6 +37,18 @@ class PackedWeight(ABC):
 
     memory: tuple[torch.Tensor, ...] = ()
     """All of the weight's bytes as uint8, if its kernel has a `layout`."""
+
+    @property
+    def panels(self) -> PanelWeight | None:
+        """Kind of the matrix, if its memory is laid out as host cores have it; else None."""
+        return None
+
+    def take_place_of(self, other: PackedWeight, /) -> None:
+        """Move to the memory of another weight, which is not used any more; both have `panels`.
+
+        Raises ValueError if that is of another kind.
+        """
+        raise ValueError(f"{type(self).__name__} cannot take the place of {type(other).__name__}")
 
     @property
     def parts(self) -> Sequence[PackedWeight]:
@@ -137,6 +150,18 @@ class PackedExperts(ABC):
         """
 
 
+class PanelExperts(ABC):
+    """Experts of a layer that one rank on host cores holds, computed on another device from a copy of its memory."""
+
+    @abstractmethod
+    def add(self, total: torch.Tensor, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, /) -> None:
+        """Add the experts' weighted outputs to `total` [tokens, hidden]; arguments as of `PackedExperts.__call__`."""
+
+    @abstractmethod
+    def rename(self, leaving: int, arriving: int) -> None:
+        """Take an expert to be in the place of another from now on."""
+
+
 class LinearKernel(ABC):
     """A way to multiply with a weight. The defaults describe a kernel that wants weights of its inputs' type."""
 
@@ -189,6 +214,20 @@ class LinearKernel(ABC):
         choose held experts. `loaded`: all that are to be held first.
         """
         return None
+
+    def sharing(self, allocate: Callable[[int], torch.Tensor]) -> LinearKernel | None:  # noqa: ARG002 - for overrides
+        """Return a kernel that packs the same into memory that `allocate` returns; None if this one packs no panels."""
+        return None
+
+    def panel_experts(
+        self,
+        experts: ExpertsConfig,  # noqa: ARG002 - for overrides
+        activation: Activation,
+        layer: PanelLayer,
+        buffer: torch.Tensor,
+    ) -> PanelExperts:
+        """Return a layer's experts as a rank on host cores packed them, in `buffer` on this kernel's device."""
+        return TorchPanelExperts(layer, buffer, activation)
 
     def low_rank(self, heights: Sequence[int], rows: AdapterRows, *, device: torch.device) -> LowRank:
         """Return the adapters' products, none held yet, of a layer whose parts have so many output rows."""
@@ -261,6 +300,58 @@ class _WeightByRow(TorchWeight):
         for row, result in zip(x, out, strict=True):
             result.copy_(F.linear(row, self._weight, bias))
         return out
+
+
+class TorchPanelExperts(PanelExperts):
+    """PanelExperts by torch, which widens an expert when it is computed."""
+
+    def __init__(self, layer: PanelLayer, buffer: torch.Tensor, activation: Activation) -> None:
+        """`buffer`: uint8, what the layer's places are counted from."""
+        self._layer = layer
+        self._buffer = buffer
+        self._activation: Activation = activation
+
+    def add(self, total: torch.Tensor, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, /) -> None:
+        """See `PanelExperts.add`."""
+        for number, (first, second) in self._layer.places.items():
+            tokens, choices = (chosen == number).nonzero(as_tuple=True)
+            if len(tokens):
+                gate_up = _panel_floats(self._layer.gate_up, self._buffer, first).to(normed.dtype)
+                down = _panel_floats(self._layer.down, self._buffer, second).to(normed.dtype)
+                inner = PLAIN_OPS.gated(F.linear(normed[tokens], gate_up), self._activation)
+                result = F.linear(inner, down).mul_(shares[tokens, choices, None].to(normed.dtype))
+                total.index_add_(0, tokens, result)
+
+    def rename(self, leaving: int, arriving: int) -> None:
+        """See `PanelExperts.rename`."""
+        self._layer = self._layer.renamed(leaving, arriving)
+
+
+def _panel_floats(weight: PanelWeight, memory: torch.Tensor, place: Place) -> torch.Tensor:
+    """Return float32 [out, in] of a packed matrix in uint8 memory that its place is counted from."""
+    kind = weight.format
+    size = weight.panels * weight.panel_size * kind.dtype.itemsize
+    stored = memory[place.values : place.values + size].view(kind.dtype)
+    stored = stored.view(weight.panels, -1, PANEL_ROWS, kind.lane).transpose(1, 2)
+    if kind.bits == 4:
+        stored = torch.cat((stored & 15, stored >> 4), dim=3)
+    elif kind.dtype == torch.bfloat16:
+        stored = stored.flip(3)
+    values = stored.reshape(weight.panels * PANEL_ROWS, -1)[: weight.outputs, : weight.inputs]
+    if kind.bits > 8:
+        return values.float()
+    if kind.bits == 8 and not kind.is_float:
+        values = (values ^ 0x80).view(torch.int8)
+    weights = WeightFormat(kind.bits, weight.group, has_minimum=weight.has_minima, is_float=kind.is_float)
+    minima = _panel_numbers(weight, memory, place.minima) if weight.has_minima else None
+    return QuantizedMatrix(weights, values, _panel_numbers(weight, memory, place.scales), minima).dequantized()
+
+
+def _panel_numbers(weight: PanelWeight, memory: torch.Tensor, begin: int) -> torch.Tensor:
+    """Return float32 [out, groups] of scales or minima."""
+    size = weight.panels * weight.num_groups * PANEL_ROWS * torch.float16.itemsize
+    packed = memory[begin : begin + size].view(torch.float16).view(weight.panels, weight.num_groups, PANEL_ROWS)
+    return packed.transpose(1, 2).reshape(-1, weight.num_groups)[: weight.outputs].float()
 
 
 class _TorchHeads(PackedHeads):

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from hetero_api.errors import PlanError
+from hetero_api.errors import ModelError, PlanError
 from hetero_api.model_config import ModelConfig
 from hetero_api.model_parts import ExpertsConfig
 from hetero_api.rank_memory import EXPERT_ROWS
@@ -38,8 +38,16 @@ from hetero_worker.kernels.expert_choice import RouterWeights
 from hetero_worker.layers.blocks import GatedMlp, layer_norm
 from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps
 from hetero_worker.layers.linear import ShardedLinear, expert_down_linear, expert_gate_up_linear, packed_mlp
-from hetero_worker.layers.linear_kernels import FLOAT_TYPES, LateSum, LinearKernel, PackedExperts, PackedMlp
+from hetero_worker.layers.linear_kernels import (
+    FLOAT_TYPES,
+    LateSum,
+    LinearKernel,
+    PackedExperts,
+    PackedMlp,
+    PackedWeight,
+)
 from hetero_worker.layers.norm import ResidualStream, RmsNorm
+from hetero_worker.memory.panels import ExpertArena, PanelLayer, Place
 from hetero_worker.memory.streams import HOST
 
 
@@ -81,6 +89,8 @@ class ExpertMlp:
         make_router = make_router or partial(Router, ops=ops, by_share=bool(late))
         self._router = make_router(config.experts, self._prefix, config.hidden_size, norm)
         self._device = HOST
+        self._arena: ExpertArena | None = None
+        self._arena_part = 0, 0
         self.slots: torch.Tensor | None = None
         """int64 [tokens]: the pass's places in the cache. On devices that pad steps, a row in place 0 has no expert."""
         self._counts = torch.zeros(config.experts.number, dtype=torch.int64)
@@ -96,6 +106,29 @@ class ExpertMlp:
     def numbers(self) -> tuple[int, ...]:
         """Numbers of this rank's experts, ascending."""
         return tuple(self._experts)
+
+    @property
+    def router(self) -> Router:
+        """The layer's router."""
+        return self._router
+
+    def lie_in(self, arena: ExpertArena) -> None:
+        """Load experts into an arena, which other ranks map. Call before `load`."""
+        self._arena = arena
+
+    def panels(self) -> PanelLayer:
+        """Return where the loaded experts lie in their arena. Raises ModelError if their formats differ."""
+        pairs = {number: (mlp.packed.gate_up, mlp.packed.down) for number, mlp in self._experts.items()}
+        kinds = {(gate_up.panels, down.panels) for gate_up, down in pairs.values()}
+        gate_up, down = next(iter(kinds))
+        if len(kinds) != 1 or gate_up is None or down is None:
+            raise ModelError(f"experts of {self._prefix} are stored in several formats")
+        places = {number: (self._place(first), self._place(second)) for number, (first, second) in pairs.items()}
+        return PanelLayer(*self._arena_part, gate_up, down, places)
+
+    def _place(self, weight: PackedWeight) -> Place:
+        assert self._arena is not None, "experts lie in an arena"
+        return Place(*(part.data_ptr() - self._arena.address for part in weight.memory))
 
     @property
     def linears(self) -> list[ShardedLinear]:
@@ -169,8 +202,13 @@ class ExpertMlp:
         if self._shared is None or self._adds_apart:
             self._norm.load(checkpoint, dtype=dtype, device=device)
         self._router.load(checkpoint, device)
+        begin, sharing = 0, None
+        if self._arena is not None:
+            begin, sharing = self._arena.begin_part(), kernel.sharing(self._arena.allocate)
         for expert in self._experts.values():
-            expert.load(checkpoint, dtype=dtype, kernel=kernel, device=device)
+            expert.load(checkpoint, dtype=dtype, kernel=sharing or kernel, device=device)
+        if self._arena is not None:
+            self._arena_part = begin, self._arena.num_bytes
         is_joined = not self._adds_apart and not self._shape.has_shared_gate
         shared = self._shared.packed if self._shared is not None and is_joined else None
         self._counts = torch.zeros(self._shape.number, dtype=torch.int64, device=device)
@@ -196,11 +234,22 @@ class ExpertMlp:
 
     def hold(self, experts: Mapping[int, Expert]) -> None:
         """Compute these experts from now on, and reset the counts."""
+        if self._arena is not None:
+            self._move_in(experts)
         self._experts = dict(sorted(experts.items()))
         # One by one, an expert's tokens begin at its number's position and end at the next number's.
         self._bounds = torch.tensor([(number, number + 1) for number in self._experts], device=self._device)
         self._counts.zero_()
         self.rejoin()
+
+    def _move_in(self, experts: Mapping[int, Expert]) -> None:
+        """Have experts that arrive take the places of those that leave, in the memory that other ranks map."""
+        leaving = sorted(self._experts.keys() - experts.keys())
+        arriving = sorted(experts.keys() - self._experts.keys())
+        for number, taken in zip(arriving, leaving, strict=False):
+            own, place = experts[number].packed, self._experts[taken].packed
+            own.gate_up.take_place_of(place.gate_up)
+            own.down.take_place_of(place.down)
 
     def rejoin(self) -> None:
         """Compute with the held experts' weights where they lie now: those that slept lie elsewhere."""

@@ -10,7 +10,7 @@ A row's bits depend on that row alone: not on others, on how many there are, nor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Final
@@ -34,6 +34,7 @@ from hetero_worker.layers.linear_kernels import (
 )
 from hetero_worker.layers.native_ops import NativeOps
 from hetero_worker.memory.huge_pages import empty_on_huge_pages
+from hetero_worker.memory.panels import PanelWeight
 from hetero_worker.native.compute_library import (
     ACTIVATIONS,
     F4,
@@ -67,6 +68,9 @@ _EXPERT_PARTS: Final = 3
 _PRESENT: Final = 1
 """Stands for an address that is not known yet."""
 
+Allocate = Callable[[int], torch.Tensor]
+"""Returns so many bytes, uint8 and aligned to 64."""
+
 
 class NativeLinear(LinearKernel):
     """LinearKernel on an op queue's team."""
@@ -74,10 +78,13 @@ class NativeLinear(LinearKernel):
     copies_weight = True
     embeds = True
 
-    def __init__(self, op_queue: OpQueue, dtype: torch.dtype = torch.float32) -> None:
-        """`dtype`: of inputs and outputs."""
+    def __init__(
+        self, op_queue: OpQueue, dtype: torch.dtype = torch.float32, *, allocate: Allocate | None = None
+    ) -> None:
+        """`dtype`: of inputs and outputs. `allocate`: returns the memory of packed weights; None: huge pages."""
         self._op_queue = op_queue
         self._dtype = dtype
+        self._allocate = allocate or _on_huge_pages
 
     @property
     def name(self) -> str:
@@ -87,6 +94,10 @@ class NativeLinear(LinearKernel):
     def beside_steps(self) -> LinearKernel:
         """Return a kernel on the calling thread alone: a team computes for one thread at a time."""
         return NativeLinear(OpQueue(NativeTeam(self._op_queue.team.library, 1)), self._dtype)
+
+    def sharing(self, allocate: Allocate) -> LinearKernel:
+        """See `LinearKernel.sharing`."""
+        return NativeLinear(self._op_queue, self._dtype, allocate=allocate)
 
     def storage(self, stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
         """Return the stored type if all of its numbers are numbers of `dtype`, else `dtype`."""
@@ -115,7 +126,8 @@ class NativeLinear(LinearKernel):
     def pack(self, weight: torch.Tensor) -> NativeWeight:
         """Return the packed weight [out, in], which is float32, bfloat16 or float16."""
         outputs, inputs = weight.shape
-        packed = NativeWeight(self._op_queue, self._dtype, FORMATS[weight.dtype], (outputs, inputs))
+        kind = FORMATS[weight.dtype]
+        packed = NativeWeight(self._op_queue, self._dtype, kind, (outputs, inputs), allocate=self._allocate)
         packed.write(weight)
         return packed
 
@@ -150,6 +162,7 @@ class NativeLinear(LinearKernel):
             group=weights.group,
             has_scales=True,
             has_minima=weights.has_minimum,
+            allocate=self._allocate,
         )
 
 
@@ -312,6 +325,7 @@ class NativeWeight(PackedWeight):
         group: int = 0,
         has_scales: bool = False,
         has_minima: bool = False,
+        allocate: Allocate | None = None,
     ) -> None:
         """`shape`: (out, in); not usable before `write`, or before its memory is filled."""
         self._op_queue = op_queue
@@ -323,12 +337,28 @@ class NativeWeight(PackedWeight):
         self.address: Final = address_of(self._weight)
         """Address of the hc_weight."""
         packed_bytes = op_queue.team.library.functions.hc_packed_bytes
-        self.memory = tuple(
-            empty_on_huge_pages((packed_bytes(self.address, which),), torch.uint8) for which in range(3)
-        )
-        self._weight.values = self.memory[0].data_ptr()
-        self._weight.scales = self.memory[1].data_ptr() if has_scales else 0
-        self._weight.minima = self.memory[2].data_ptr() if has_minima else 0
+        allocate = allocate or _on_huge_pages
+        self._lie_in(tuple(allocate(packed_bytes(self.address, which)) for which in range(3)))
+
+    def _lie_in(self, memory: tuple[torch.Tensor, ...]) -> None:
+        self.memory = memory
+        self._weight.values = memory[0].data_ptr()
+        self._weight.scales = memory[1].data_ptr() if self._weight.scales else 0
+        self._weight.minima = memory[2].data_ptr() if self._weight.minima else 0
+
+    @property
+    def panels(self) -> PanelWeight:
+        """See `PackedWeight.panels`."""
+        own = self._weight
+        return PanelWeight(int(own.format), *self.shape, int(own.group), has_minima=bool(own.minima))
+
+    def take_place_of(self, other: PackedWeight, /) -> None:
+        """See `PackedWeight.take_place_of`."""
+        if self.panels != other.panels:
+            raise ValueError(f"a weight {self.panels} cannot take the place of {other.panels}")
+        for own, place in zip(self.memory, other.memory, strict=True):
+            place.copy_(own)
+        self._lie_in(other.memory)
 
     @property
     def num_bytes(self) -> int:
@@ -386,6 +416,10 @@ class NativeWeight(PackedWeight):
         op = embed_op(len(ids), self.address, FORMATS[self._dtype], ids.data_ptr(), first, scale, y.data_ptr())
         self._op_queue.submit(op, self, ids)
         return y
+
+
+def _on_huge_pages(num_bytes: int) -> torch.Tensor:
+    return empty_on_huge_pages((num_bytes,), torch.uint8)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

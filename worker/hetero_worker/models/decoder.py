@@ -37,12 +37,14 @@ from hetero_worker.layers.moe import ExpertMlp
 from hetero_worker.layers.norm import ResidualStream, RmsNorm
 from hetero_worker.layers.rotary import RotaryTables
 from hetero_worker.memory.huge_pages import empty_on_huge_pages
-from hetero_worker.memory.streams import HOST
+from hetero_worker.memory.panels import ExpertArena
+from hetero_worker.memory.streams import HOST, DeviceStreams
 from hetero_worker.models.decoder_layer import DecoderLayer
 from hetero_worker.models.layer_inputs import JoinedStates, LayerInputs
 from hetero_worker.models.lending import Lending
 from hetero_worker.models.micro_batches import CountParts, MicroBatch, best_number, micro_batches
 from hetero_worker.models.pipeline import Pipeline
+from hetero_worker.models.streaming import ExpertStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class DecoderInput:
     """int64 [draws]: rows whose logits are computed; None: all, in order."""
     adapters: torch.Tensor | None = None
     """int64 [tokens]: number of each row's adapter, 0: none; None: no row has one."""
+    streams_experts: bool = False
+    """Whether experts of ranks on host cores come to the group's GPU rank."""
 
 
 class Decoder:
@@ -81,13 +85,17 @@ class Decoder:
         borrows_vocabulary: bool = False,
         adapts_experts: bool = False,
         max_adapter_rank: int = MAX_RANK,
+        expert_buffer_bytes: int = 0,
+        streams: DeviceStreams | None = None,
     ) -> None:
         """`lends_at_once`: the device computes beside copies to and from the host (`Lending`).
 
         `cache_dtype`: type of cached keys and values; None: `dtype`. `expert_deferral`: number of a token's chosen
         experts whose sum helpers return a layer late, fewer than it chooses; in a stage's last layer they return all.
         `borrows_vocabulary`: embedding and output head are another decoder's; see `borrow`. `adapts_experts`: experts
-        take adapters. `max_adapter_rank`: the largest of an adapter.
+        take adapters. `max_adapter_rank`: the largest of an adapter. `expert_buffer_bytes`: helpers' experts are shared
+        with the leader, which has buffers of so many bytes for them (`ExpertStream`); 0: they are not. `streams` are
+        the leader's for its copies.
         """
         self._config = config
         self._dtype = dtype
@@ -106,10 +114,25 @@ class Decoder:
         self._pipeline = Pipeline(plan, rank=rank)
         self._helper_links = dict(zip(plan.stages(), helper_links(plan), strict=True))
         late = plan.deferring_layers(rank) if expert_deferral else ()
+        self.expert_stream: ExpertStream | None = None
+        """The leader's, if experts of its helpers may come to it."""
+        if expert_buffer_bytes and streams is not None and plan.ranks[rank].kv_heads_total:
+            self.expert_stream = ExpertStream(streams, device, buffer_bytes=expert_buffer_bytes)
         self._layers = [
-            DecoderLayer(config, plan, layer=i, rank=rank, ops=ops, late_experts=expert_deferral if i in late else 0)
+            DecoderLayer(
+                config,
+                plan,
+                layer=i,
+                rank=rank,
+                ops=ops,
+                late_experts=expert_deferral if i in late else 0,
+                streams=self.expert_stream is not None,
+            )
             for i in range(config.num_layers)
         ]
+        self._shares_experts = bool(expert_buffer_bytes) and not plan.ranks[rank].kv_heads_total
+        self.expert_arena: ExpertArena | None = None
+        """Memory of a helper's experts, if the leader may copy them; set by `load`."""
         self._rotary = RotaryTables(
             config.ropes, head_dims=config.rotary_widths, max_length=max_length, dtype=dtype, device=device
         )
@@ -140,6 +163,11 @@ class Decoder:
             self._head = OutputHead(config, shard.head_rows, embedding_rows=shard.embedding_rows, ops=ops)
         self._routed = self.expert_mlps
 
+    @property
+    def config(self) -> ModelConfig:
+        """The model."""
+        return self._config
+
     def weight_bytes(self, kernel: LinearKernel) -> int:
         """Return the most bytes that the loaded weights take, rotary tables included."""
         count = sum(layer.weight_bytes(self._dtype, kernel) for layer in self._layers)
@@ -156,6 +184,8 @@ class Decoder:
         self, checkpoint: Checkpoint, kernel: LinearKernel, on_bytes: Callable[[int], None] = lambda _: None
     ) -> None:
         """Read this rank's slices; call `on_bytes` with the bytes of each part that was read. Raises ModelError."""
+        if self._shares_experts:
+            self._make_arena(kernel)
         own = not self._borrows_vocabulary
         for part in (self._embedding if own else None, self._layer_embedding, self._layer_inputs, self._joined):
             if part is not None:
@@ -169,6 +199,18 @@ class Decoder:
         for layer in self._layers:
             layer.load(checkpoint, dtype=self._dtype, kernel=kernel, device=self.device)
             on_bytes(layer.weight_bytes(self._dtype, kernel))
+        if self.expert_arena is not None:
+            self.expert_arena.trim()
+
+    def _make_arena(self, kernel: LinearKernel) -> None:
+        """Have experts lie in an arena, if the kernel packs panels."""
+        mlps = self.expert_mlps.values()
+        if not mlps or kernel.sharing(lambda _: torch.empty(0)) is None:
+            return
+        most = max(mlp.expert_bytes(self._dtype, kernel) for mlp in mlps)
+        self.expert_arena = ExpertArena(sum(len(mlp.numbers) for mlp in mlps), most)
+        for mlp in mlps:
+            mlp.lie_in(self.expert_arena)
 
     def borrow(self, other: Decoder) -> None:
         """Compute with the embedding and the output head of another decoder, which holds all rows of them."""
@@ -251,13 +293,16 @@ class Decoder:
 
         They have content only if this rank has a part of the output head.
         """
-        number = self._count_parts(len(step.token_ids), self._pipeline.num_stages)
+        # Each micro-batch would copy all experts again.
+        number = 1 if step.streams_experts else self._count_parts(len(step.token_ids), self._pipeline.num_stages)
         batches = micro_batches(step.attention, number)
         hidden = self._look_up(self._embedding, step.token_ids, self._config.hidden_size, exchange)
         if self._joined is not None:
             hidden = self._joined(hidden, self.states[: len(hidden)])
         inputs = self._inputs(step.token_ids, hidden, exchange)
         compute = partial(self._compute, step=step, inputs=inputs, caches=caches, exchange=exchange)
+        if step.streams_experts and self.expert_stream is not None:
+            self.expert_stream.begin()
         self._pipeline.run(hidden, batches, compute, exchange=exchange)
         if step.logit_rows is not None:
             hidden = self.ops.pick(hidden, step.logit_rows)
@@ -309,6 +354,8 @@ class Decoder:
     def release_buffers(self) -> None:
         """Free memory that is kept from step to step."""
         self._backend.release()
+        if self.expert_stream is not None:
+            self.expert_stream.unlink()
 
     def _look_up(
         self, table: ShardedEmbedding | None, token_ids: torch.Tensor, width: int, exchange: Exchange
@@ -347,7 +394,7 @@ class Decoder:
         """Run the stage's layers over a micro-batch's `hidden` [rows, hidden] in place, or help with them."""
         self._adapter_rows.begin(None if step.adapters is None else step.adapters[batch.begin : batch.end])
         if self._rank not in stage.holders:
-            self._help(stage, hidden, exchange)
+            self._help(stage, hidden, exchange, streams_experts=step.streams_experts)
             return
         rotations = self._rotary.at(step.positions[batch.begin : batch.end])
         attention = self._backend.begin(batch.attention)
@@ -360,15 +407,16 @@ class Decoder:
             if i in self._routed:
                 self._routed[i].slots = batch.attention.slot_mapping
             self._layers[i](
-                stream, rotations[i], attention=attention, cache=cache, exchange=peers, lending=lending, inputs=own
-            )
+                stream, rotations[i], attention=attention, cache=cache, exchange=peers, lending=lending, inputs=own,
+                experts=self.expert_stream if step.streams_experts else None,
+            )  # fmt: skip
         stream.settle()
 
-    def _help(self, stage: Stage, like: torch.Tensor, exchange: Exchange) -> None:
+    def _help(self, stage: Stage, like: torch.Tensor, exchange: Exchange, *, streams_experts: bool) -> None:
         """Do this rank's part of a stage that others hold; `like` has a micro-batch's shape."""
         lending = self._lending(stage, exchange)
         for i in self._computed(stage):
-            if lending is not None:
+            if lending is not None and not (streams_experts and i in self._config.expert_layers):
                 self._layers[i].help(like, lending)
 
     def _lending(self, stage: Stage, exchange: Exchange) -> Lending | None:

@@ -26,6 +26,7 @@ from hetero_worker.memory.streams import HOST
 from hetero_worker.models.delta_attention import DeltaAttention
 from hetero_worker.models.layer_inputs import LayerInput
 from hetero_worker.models.lending import Lending
+from hetero_worker.models.streaming import ExpertStream, StreamedMlp
 
 
 class DecoderLayer:
@@ -45,8 +46,12 @@ class DecoderLayer:
         rank: int,
         ops: FusedOps = PLAIN_OPS,
         late_experts: int = 0,
+        streams: bool = False,
     ) -> None:
-        """`late_experts`: number of a token's chosen experts whose sum a helper returns with the next layer's."""
+        """`late_experts`: number of a token's chosen experts whose sum a helper returns with the next layer's.
+
+        `streams`: this rank may compute all experts of a step, those of helpers too (`StreamedMlp`).
+        """
         shard = plan.ranks[rank].layers[layer]
         self._late_experts = late_experts
         self._ops = ops
@@ -68,6 +73,9 @@ class DecoderLayer:
             self.mlp = ExpertMlp(
                 config, layer, own, norm=norm, columns=columns, shared=shared, ops=ops, late=late_experts
             )
+        self._streamed: StreamedMlp | None = None
+        if streams and layer in config.expert_layers:
+            self._streamed = StreamedMlp(config, layer, self.mlp, norm=norm, ops=ops)
         self._sum_norms: tuple[RmsNorm, ...] = ()
         self._norms_apart: tuple[RmsNorm, ...] = ()
         if shard.kv_heads.size:
@@ -90,8 +98,9 @@ class DecoderLayer:
         return tuple(part for part in (self.attention, self.mlp) if part is not None)
 
     @property
-    def _weighted(self) -> tuple[Attention | GatedMlp | ExpertMlp | LayerInput, ...]:
-        return self.parts if self._input is None else (*self.parts, self._input)
+    def _weighted(self) -> tuple[Attention | GatedMlp | ExpertMlp | StreamedMlp | LayerInput, ...]:
+        beside = self._streamed, self._input
+        return (*self.parts, *(part for part in beside if part is not None))
 
     @property
     def adaptable(self) -> tuple[ShardedLinear, ...]:
@@ -144,11 +153,13 @@ class DecoderLayer:
         exchange: SumExchange,
         lending: Lending | None = None,
         inputs: torch.Tensor | None = None,
+        experts: ExpertStream | None = None,
     ) -> None:
         """Add the layer's two halves to the residual stream, on a holder. The next norm adds the second half.
 
         `exchange` is that of the layer's holders; `lending` is the leader's end if it has helpers, else None. `inputs`
-        [tokens, layers · layer_input_size] are those that layers have of their own.
+        [tokens, layers · layer_input_size] are those that layers have of their own. `experts`: helpers' come in this
+        step, and helpers do nothing in layers that have some.
         """
         partial = None
         if self.attention is not None and cache is not None:
@@ -156,7 +167,9 @@ class DecoderLayer:
                 stream, rotation, attention, cache, lambda part: self._sum(part, self._attention_owners, exchange)
             )
         self._add(stream, partial, 0, self._attention_owners, exchange)
-        if lending is not None:
+        if experts is not None and self._streamed is not None:
+            partial = self._streamed(stream.settle(), experts)
+        elif lending is not None:
             partial = lending.sum(stream.settle(), self.mlp)
         else:
             partial = self.mlp.of_stream(stream) if self.mlp is not None else None

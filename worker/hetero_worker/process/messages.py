@@ -186,6 +186,7 @@ def load_request(
         has_draft=order.has_draft,
         has_prediction_head=order.has_prediction_head,
         expert_deferral=order.expert_deferral,
+        expert_buffer_bytes=order.expert_buffer_bytes,
         num_gpu_ranks=num_gpu_ranks(form),
         open_weights=identity.open_weights,
     )

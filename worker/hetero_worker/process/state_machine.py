@@ -286,7 +286,8 @@ class WorkerStateMachine:
 
     def _limit_s(self, message: ranks_pb2.GatewayMessage) -> float:
         command = message.step_plan.command
-        if command.wake.weights or message.HasField("load_model"):
+        # With the cache the driver pins experts that are streamed.
+        if command.wake.weights or message.HasField("load_model") or message.HasField("allocate_cache"):
             return LOAD_LIMIT_S
         return _limit_within(message.form_group) if message.HasField("form_group") else self._usual_limit_s
 
@@ -409,8 +410,9 @@ class WorkerStateMachine:
     def _allocate(self, arrival: Arrival) -> None:
         order = arrival.message.allocate_cache
         kv_bytes = self._runner.allocate(order.num_blocks, order.block_size, order.num_snapshots)
+        allocated = ranks_pb2.Allocated(kv_bytes=kv_bytes, streaming_problem=self._runner.share_experts())
         self._enter(RankState.SERVING)
-        self._send(ranks_pb2.RankMessage(allocated=ranks_pb2.Allocated(kv_bytes=kv_bytes)))
+        self._send(ranks_pb2.RankMessage(allocated=allocated))
 
 
 def _read_files(directory: Path) -> tuple[Mapping[str, bytes], ModelError | None]:

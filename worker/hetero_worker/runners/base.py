@@ -107,6 +107,8 @@ class LoadRequest:
     """True if a sequence's numbers must not depend on the rest of its batch, to the last bit."""
     expert_deferral: int = 0
     """Number of a token's chosen experts whose sum ranks without KV heads return a layer late."""
+    expert_buffer_bytes: int = 0
+    """Bytes of the GPU rank's buffers for experts of ranks without KV heads, which share them with it; 0: none do."""
     max_adapters: int = 0
     """Number of adapters that may be held at once, which memory is kept for."""
     max_adapter_rank: int = 0
@@ -230,6 +232,13 @@ class Runner(Protocol):
         """Read this rank's slices of the weights. A request equal to the last one keeps them (load_s = 0).
 
         Raises ModelError, PlanError, MemoryBudgetError.
+        """
+        ...
+
+    def share_experts(self) -> str:
+        """Share experts with the GPU rank, where the load was ordered with buffers for them. Collective.
+
+        Return why they cannot be; empty if they are, or were not to be. Raises ExchangeError.
         """
         ...
 

@@ -288,7 +288,10 @@ class InputBuffers:
                     num_logits += wanted
         self._map_slots(row, slots)
         has_adapters = self._take_adapters(plan, slots, count)
-        decoder_input = self._decoder_input(row, num_logits, decode, tuple(spans), has_adapters=has_adapters)
+        decoder_input = replace(
+            self._decoder_input(row, num_logits, decode, tuple(spans), has_adapters=has_adapters),
+            streams_experts=plan.streams_experts,
+        )
         draw_slots = self._draw_slots.fill(_decoding_slots(plan), *drawing)
         return InputBatch(decoder_input, draw_slots, tuple(prompts), tuple(pooled), tuple(told))
 

@@ -55,6 +55,8 @@ class ModelState:
         self.sleeping: SleepingWeights | None = None
         """Record of weights that are asleep; None: they are awake."""
         self.cache_sleeps = False
+        self.sharing_problem: str | None = None
+        """Why no experts are shared, empty if they are; None: not tried since what was shared was dropped."""
         self._request: LoadRequest | None = None
         self._report: ranks_pb2.Loaded | None = None
 
@@ -96,6 +98,7 @@ class ModelState:
     def drop_cache(self) -> None:
         """Drop the cache, with everything that is kept from step to step."""
         self.cache = None
+        self.sharing_problem = None
         if self.shard is not None:
             self.shard.decoder.release_buffers()
 

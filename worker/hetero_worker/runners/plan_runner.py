@@ -27,6 +27,7 @@ from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadRequest, MaskSource, StepInFlight, StepOutput, WorkProgress, no_masks
 from hetero_worker.runners.commands import GroupCommands
 from hetero_worker.runners.draft import DraftModel
+from hetero_worker.runners.experts import link_experts
 from hetero_worker.runners.model_state import ModelState, ServingCache, make_cache
 from hetero_worker.runners.prediction_head import PredictionHead
 from hetero_worker.runners.profile_run import measure_workspace
@@ -183,6 +184,27 @@ class PlanRunner:
             self._draft.follow(self._model_state)
         return cache.num_bytes
 
+    def share_experts(self) -> str:
+        """As Runner.share_experts."""
+        shard, request, _ = self._model_state.loaded("AllocateCache")
+        if not request.expert_buffer_bytes or self._exchange is None:
+            return ""
+        problem = self._model_state.sharing_problem = link_experts(shard, self._exchange)
+        if problem:
+            logger.warning("rank %d: experts are not streamed: %s", request.rank, problem)
+        return problem
+
+    def _check_shared(self, plan: ranks_pb2.StepPlan) -> None:
+        """Share experts that a plan streams, if they are not. Raises ProtocolError if they cannot be."""
+        _, request, _ = self._model_state.loaded("a step plan")
+        problem = self._model_state.sharing_problem
+        if not request.expert_buffer_bytes:
+            problem = "LoadModel ordered no buffers for them"
+        elif problem is None:
+            problem = self.share_experts()
+        if problem:
+            raise ProtocolError(f"step plan {plan.step_id} streams experts: {problem}")
+
     def execute(self, plan: ranks_pb2.StepPlan, masks: MaskSource = no_masks) -> StepOutput:
         """As Runner.execute."""
         return self.begin(plan, masks).finish()
@@ -263,6 +285,8 @@ class PlanRunner:
         cache = self._model_state.cache
         if cache is None or not (plan.decode_slots or plan.spans):
             return FinishedStep(StepOutput())
+        if plan.streams_experts:
+            self._check_shared(plan)
         if before is None:
             self._times.begin()
         step = RunningStep(plan, self._context(cache, exchange), on_finished=self._on_finished)

@@ -70,6 +70,7 @@ class LoadedShard:
         budget = self._budget(request, graphs.total)
         if workspace is not None:
             beside = self.gather_bytes + memory_of(request).arriving_expert(request.shard_plan.ranks[request.rank])
+            beside += stream_bytes(request)
             budget = replace(budget, workspace_bytes=workspace + beside)
         budget = replace(budget, available_bytes=self.memory_pool.available_bytes())
         logger.info("rank %d: memory for the KV cache: %s", request.rank, budget)
@@ -143,6 +144,8 @@ def empty_decoder(request: LoadRequest, backend: DeviceBackend) -> Decoder:
         borrows_vocabulary=request.borrows_vocabulary,
         adapts_experts=request.adapts_experts,
         max_adapter_rank=request.max_adapter_rank,
+        expert_buffer_bytes=request.expert_buffer_bytes,
+        streams=backend.streams() if request.expert_buffer_bytes else None,
     )
 
 
@@ -186,7 +189,10 @@ def budget_of(
     return MemoryBudget(
         memory_bytes=int(request.memory_bytes * request.memory_utilization),
         weight_bytes=weight_bytes + request.draft.weight_bytes,
-        workspace_bytes=memory.workspace_bytes(shard) + gather_bytes + memory.arriving_expert(shard),
+        workspace_bytes=memory.workspace_bytes(shard)
+        + gather_bytes
+        + memory.arriving_expert(shard)
+        + stream_bytes(request),
         draft_bytes=request.draft.step_bytes,
         runtime_bytes=pool.runtime_bytes(),
         state_bytes=memory.state_bytes(shard),
@@ -194,6 +200,12 @@ def budget_of(
         graph_bytes=graph_bytes,
         remedy=pool.remedy,
     )
+
+
+def stream_bytes(request: LoadRequest) -> int:
+    """Return the memory that is kept on this rank for experts that come to it, and for computing them."""
+    streams = request.expert_buffer_bytes and request.shard_plan.ranks[request.rank].kv_heads_total
+    return request.expert_buffer_bytes + memory_of(request).expert_step if streams else 0
 
 
 def adapter_bytes(request: LoadRequest, decoder: Decoder) -> int:
@@ -246,4 +258,5 @@ def _check_files(request: LoadRequest) -> None:
 
 def _identity(request: LoadRequest) -> tuple[object, ...]:
     modes = request.batch_invariant, request.expert_deferral, request.borrows_vocabulary
-    return (request.directory, request.config, request.dtype, request.shard_plan, request.rank, modes)
+    shares = request.expert_buffer_bytes > 0
+    return (request.directory, request.config, request.dtype, request.shard_plan, request.rank, modes, shares)

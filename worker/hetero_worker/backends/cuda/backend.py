@@ -31,6 +31,7 @@ from hetero_worker.kernels.availability import attention_problem, triton_problem
 from hetero_worker.layers.fused_ops import FusedOps, PlainOps
 from hetero_worker.layers.linear_kernels import LinearKernel, PlainKernel
 from hetero_worker.memory.memory_pool import MemoryPool
+from hetero_worker.memory.streams import DeviceStreams
 from hetero_worker.memory.weight_offload import OffloadedWeights
 from hetero_worker.runners.step_parts import StepMaker
 from hetero_worker.sampling.base import ShardSampler
@@ -136,6 +137,10 @@ class CudaBackend(DeviceBackend):
     def staging(self) -> Staging:
         """Return staging on new streams."""
         return StreamStaging(self._driver.streams())
+
+    def streams(self) -> DeviceStreams:
+        """See `DeviceBackend.streams`."""
+        return self._driver.streams()
 
     def offload(self, tensors: Iterable[torch.Tensor]) -> OffloadedWeights:
         """See `DeviceBackend.offload`."""

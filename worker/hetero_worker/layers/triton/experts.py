@@ -9,9 +9,10 @@ recorded steps find experts that were exchanged. Weights that slept lie elsewher
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Final
+from math import gcd
+from typing import Final, NamedTuple
 
 import torch
 
@@ -28,10 +29,18 @@ from hetero_worker.kernels.grouped_matmul import (
     grouped_linear,
 )
 from hetero_worker.kernels.low_rank import FACTORS, add_low_rank, column_blocks, place_factors
-from hetero_worker.kernels.quantized_matmul import constants_of
+from hetero_worker.kernels.quantized_matmul import CHUNK, constants_of
 from hetero_worker.kernels.row_product import add_experts
-from hetero_worker.layers.linear_kernels import ExpertFactors, LateSum, PackedExperts, PackedMlp, PackedWeight
+from hetero_worker.layers.linear_kernels import (
+    ExpertFactors,
+    LateSum,
+    PackedExperts,
+    PackedMlp,
+    PackedWeight,
+    PanelExperts,
+)
 from hetero_worker.layers.triton.weights import DeviceWeight
+from hetero_worker.memory.panels import PanelLayer, PanelWeight
 
 _ADDRESSES: Final = int(ADDRESSES.value)
 _FEW_CHOICES: Final = 32
@@ -62,8 +71,7 @@ class DeviceExperts(PackedExperts):
         self._tables = torch.zeros(2, number + 1, _ADDRESSES, dtype=torch.int64, device=device)
         """The last of a row of experts is the one that padding chooses, which is never held."""
         self._adapters: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Of both products, once an adapter came: the table of all adapters' factors of all experts, and blocks of
-        columns, as `kernels.low_rank` has them."""
+        """See `_Products.adapters`; once an adapter came."""
         self._most_rank = 0
         self._kept: dict[int, object] = {}
         """Factors by the adapters' numbers."""
@@ -147,43 +155,105 @@ class DeviceExperts(PackedExperts):
                 adds=shared is not None,
             )
             return total
+        products = _Products(
+            *(self._numbers, self._tables, self._kinds, self._counts, self._activation, self._batch_invariant),
+            adapters=self._adapters,
+            most_rank=self._most_rank,
+        )
+        products.add(total, normed, chosen, shares, adds=shared is not None, numbers=numbers)
+        return total
+
+
+class _Products(NamedTuple):
+    """Grouped products of a layer's experts."""
+
+    numbers: torch.Tensor
+    """0, 1, 2 and so on to the number of experts."""
+    tables: torch.Tensor
+    """int64 [2, experts + 1, addresses]."""
+    kinds: tuple[ExpertKind, ExpertKind]
+    counts: torch.Tensor
+    activation: Activation
+    batch_invariant: bool = False
+    adapters: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    """Of both products: the table of all adapters' factors of all experts, and blocks of columns, as
+    `kernels.low_rank` has them."""
+    most_rank: int = 0
+
+    def add(
+        self,
+        total: torch.Tensor,
+        normed: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        *,
+        adds: bool,
+        numbers: torch.Tensor | None = None,
+    ) -> None:
+        """Write the experts' sums to `total`, or add them to it; some rows at a time.
+
+        `numbers`: those of the tokens' adapters; None: no token has one.
+        """
         at_once = max(1, CHOICES_AT_ONCE // chosen.shape[1])
         for begin in range(0, len(normed), at_once):
             rows = slice(begin, begin + at_once)
-            adapters = None if numbers is None else self._adapters_of(chosen[rows], numbers[rows])
-            results = self._results(normed[rows], chosen[rows], self._kinds, adapters)
-            add_choices(results, chosen[rows], shares[rows], self._tables[1], total[rows], adds=shared is not None)
-        return total
+            places = None if numbers is None else (numbers[rows, None] * len(self.numbers) + chosen[rows]).view(-1)
+            results = self._results(normed[rows], chosen[rows], places)
+            add_choices(results, chosen[rows], shares[rows], self.tables[1], total[rows], adds=adds)
 
-    def _adapters_of(self, chosen: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the place in a table of adapters of each choice [tokens · choices], of tokens with these adapters."""
-        return (numbers[:, None] * len(self._numbers) + chosen).view(-1)
+    def _results(self, normed: torch.Tensor, chosen: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+        """Return float32 results of choices [tokens · choices, hidden].
 
-    def _results(
-        self,
-        normed: torch.Tensor,
-        chosen: torch.Tensor,
-        kinds: tuple[ExpertKind, ExpertKind],
-        adapters: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return float32 results of choices [tokens · choices, hidden]; `adapters`: see `_adapters_of`."""
-        choices = SortedChoices.of(chosen, self._numbers)
-        invariant = self._batch_invariant
-        first, second = self._tables
-        inner = grouped_linear(normed, choices, first, kinds[0], counts=self._counts, batch_invariant=invariant)
-        if adapters is not None:
+        `places`, int64 [tokens · choices], are those of each choice's factors in the tables of adapters.
+        """
+        choices = SortedChoices.of(chosen, self.numbers)
+        invariant, (first, second) = self.batch_invariant, self.tables
+        inner = grouped_linear(normed, choices, first, self.kinds[0], counts=self.counts, batch_invariant=invariant)
+        if places is not None:
             tokens = normed.index_select(0, choices.order // choices.per_token)
-            self._add_adapters(tokens, inner, adapters.index_select(0, choices.order), 0)
-        inner = gated(inner, self._activation)
-        results = grouped_linear(inner, choices, second, kinds[1], dtype=torch.float32, batch_invariant=invariant)
-        if adapters is not None:
-            self._add_adapters(torch.empty_like(inner).index_copy_(0, choices.order, inner), results, adapters, 1)
+            self._add_adapters(tokens, inner, places.index_select(0, choices.order), 0)
+        inner = gated(inner, self.activation)
+        results = grouped_linear(inner, choices, second, self.kinds[1], dtype=torch.float32, batch_invariant=invariant)
+        if places is not None:
+            self._add_adapters(torch.empty_like(inner).index_copy_(0, choices.order, inner), results, places, 1)
         return results
 
     def _add_adapters(self, x: torch.Tensor, y: torch.Tensor, places: torch.Tensor, product: int) -> None:
         """Add low-rank products to one of the two products of choices."""
-        table, blocks = self._adapters[product]
-        add_low_rank(x, y, places, table, blocks, most_rank=self._most_rank)
+        table, blocks = self.adapters[product]
+        add_low_rank(x, y, places, table, blocks, most_rank=self.most_rank)
+
+
+class DevicePanelExperts(PanelExperts):
+    """PanelExperts by our kernels, which read the layout of host cores."""
+
+    def __init__(self, layer: PanelLayer, buffer: torch.Tensor, activation: Activation, *, num_experts: int) -> None:
+        """`buffer`: uint8 on the device, what the layer's places are counted from."""
+        tables = torch.zeros(2, num_experts + 1, _ADDRESSES, dtype=torch.int64)
+        for number, pair in layer.places.items():
+            for table, weight, place in zip(tables, (layer.gate_up, layer.down), pair, strict=True):
+                present = (True, weight.format.bits <= 8, weight.has_minima)
+                for part, begin in enumerate(place):
+                    table[number, part] = (buffer.data_ptr() + begin) * present[part]
+        self._buffer = buffer
+        device = buffer.device
+        self._products = _Products(
+            torch.arange(num_experts + 1, device=device),
+            tables.to(device),
+            (_panel_kind(layer.gate_up), _panel_kind(layer.down)),
+            torch.zeros(num_experts, dtype=torch.int64, device=device),
+            activation,
+        )
+
+    def add(self, total: torch.Tensor, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, /) -> None:
+        """See `PanelExperts.add`."""
+        self._products.add(total, normed.contiguous(), chosen.contiguous(), shares.contiguous(), adds=True)
+
+    def rename(self, leaving: int, arriving: int) -> None:
+        """See `PanelExperts.rename`."""
+        tables = self._products.tables
+        tables[:, arriving] = tables[:, leaving]
+        tables[:, leaving] = 0
 
 
 def kinds_of(experts: Iterable[PackedMlp]) -> tuple[ExpertKind, ExpertKind] | None:
@@ -204,6 +274,17 @@ def _kind(weight: PackedWeight, bias: torch.Tensor | None) -> ExpertKind | None:
         outputs, inputs = tensor.shape
         return float_kind((outputs, inputs), tensor.dtype, has_bias=bias is not None)
     return None
+
+
+def _panel_kind(weight: PanelWeight) -> ExpertKind:
+    """Return the kind of weights that lie as host cores have them."""
+    kind = weight.format
+    quantized = kind.bits <= 8
+    chunk = gcd(weight.group, CHUNK) if quantized else CHUNK
+    middle = 0 if not quantized or (kind.bits == 4 and weight.has_minima) else 1 << (kind.bits - 1)
+    floats = (kind.is_float, weight.has_minima, False)
+    shape = weight.outputs, weight.inputs, weight.group
+    return ExpertKind(*shape, chunk, kind.bits, middle, *floats, lane=kind.lane, panel_size=weight.panel_size)
 
 
 def _addresses(weight: PackedWeight, bias: torch.Tensor | None) -> list[int]:

@@ -27,11 +27,13 @@ from hetero_worker.layers.linear_kernels import (
     PackedHeads,
     PackedMlp,
     PackedWeight,
+    PanelExperts,
     PlainKernel,
     TorchWeight,
 )
-from hetero_worker.layers.triton.experts import DeviceExperts, kinds_of
+from hetero_worker.layers.triton.experts import DeviceExperts, DevicePanelExperts, kinds_of
 from hetero_worker.layers.triton.weights import DeviceWeight, packed_on
+from hetero_worker.memory.panels import PanelLayer
 
 _GROUP_UNIT: Final = 16
 """Inputs; groups are multiples of it."""
@@ -81,6 +83,12 @@ class DeviceKernel(PlainKernel):
     def low_rank(self, heights: Sequence[int], rows: AdapterRows, *, device: torch.device) -> LowRank:
         """See `LinearKernel.low_rank`."""
         return DeviceLowRank(heights, rows, device=device)
+
+    def panel_experts(
+        self, experts: ExpertsConfig, activation: Activation, layer: PanelLayer, buffer: torch.Tensor
+    ) -> PanelExperts:
+        """See `LinearKernel.panel_experts`."""
+        return DevicePanelExperts(layer, buffer, activation, num_experts=experts.number)
 
 
 class TritonKernel(DeviceKernel):

@@ -88,4 +88,5 @@ class DeviceInputs:
             attention=replace(step.attention, slot_mapping=slot_mapping),
             logit_rows=logit_rows,
             adapters=adapters[0] if adapters else None,
+            streams_experts=step.streams_experts,
         )
