@@ -84,9 +84,9 @@ class Decoder:
         expert_deferral: int = 0,
         borrows_vocabulary: bool = False,
         adapts_experts: bool = False,
-        max_adapter_rank: int = MAX_RANK,
         expert_buffer_bytes: int = 0,
         streams: DeviceStreams | None = None,
+        max_adapter_rank: int = MAX_RANK,
     ) -> None:
         """`lends_at_once`: the device computes beside copies to and from the host (`Lending`).
 

@@ -143,9 +143,9 @@ def empty_decoder(request: LoadRequest, backend: DeviceBackend) -> Decoder:
         expert_deferral=request.expert_deferral,
         borrows_vocabulary=request.borrows_vocabulary,
         adapts_experts=request.adapts_experts,
-        max_adapter_rank=request.max_adapter_rank,
         expert_buffer_bytes=request.expert_buffer_bytes,
         streams=backend.streams() if request.expert_buffer_bytes else None,
+        max_adapter_rank=request.max_adapter_rank,
     )
 
 

@@ -160,8 +160,32 @@ class DeviceExperts(PackedExperts):
             adapters=self._adapters,
             most_rank=self._most_rank,
         )
-        products.add(total, normed, chosen, shares, adds=shared is not None, numbers=numbers)
+        adapters = None
+        if numbers is not None:
+            adapters = _Adapters(numbers, self._adapters, self._most_rank, len(self._numbers))
+        products.add(total, normed, chosen, shares, adds=shared is not None, adapters=adapters)
         return total
+
+
+class _Adapters(NamedTuple):
+    """What adapters of tokens add to the products of a layer's experts."""
+
+    numbers: torch.Tensor
+    """int64 [tokens]"""
+    products: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    """Tables and blocks of columns of both products, see `DeviceExperts`."""
+    most_rank: int
+    num_places: int
+    """Places of an adapter in a table."""
+
+    def places(self, chosen: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Return the place in a table of each choice [tokens · choices] of some tokens."""
+        return (self.numbers[rows, None] * self.num_places + chosen).view(-1)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, places: torch.Tensor, product: int) -> None:
+        """Add low-rank products to one of the two products of choices."""
+        table, blocks = self.products[product]
+        add_low_rank(x, y, places, table, blocks, most_rank=self.most_rank)
 
 
 class _Products(NamedTuple):
@@ -188,7 +212,7 @@ class _Products(NamedTuple):
         shares: torch.Tensor,
         *,
         adds: bool,
-        numbers: torch.Tensor | None = None,
+        adapters: _Adapters | None = None,
     ) -> None:
         """Write the experts' sums to `total`, or add them to it; some rows at a time.
 
@@ -197,31 +221,25 @@ class _Products(NamedTuple):
         at_once = max(1, CHOICES_AT_ONCE // chosen.shape[1])
         for begin in range(0, len(normed), at_once):
             rows = slice(begin, begin + at_once)
-            places = None if numbers is None else (numbers[rows, None] * len(self.numbers) + chosen[rows]).view(-1)
-            results = self._results(normed[rows], chosen[rows], places)
+            results = self._results(normed[rows], chosen[rows], rows, adapters)
             add_choices(results, chosen[rows], shares[rows], self.tables[1], total[rows], adds=adds)
 
-    def _results(self, normed: torch.Tensor, chosen: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-        """Return float32 results of choices [tokens · choices, hidden].
-
-        `places`, int64 [tokens · choices], are those of each choice's factors in the tables of adapters.
-        """
+    def _results(
+        self, normed: torch.Tensor, chosen: torch.Tensor, rows: slice, adapters: _Adapters | None
+    ) -> torch.Tensor:
+        """Return float32 results of choices [tokens · choices, hidden]; the tokens are these rows of a step."""
         choices = SortedChoices.of(chosen, self.numbers)
         invariant, (first, second) = self.batch_invariant, self.tables
         inner = grouped_linear(normed, choices, first, self.kinds[0], counts=self.counts, batch_invariant=invariant)
-        if places is not None:
-            tokens = normed.index_select(0, choices.order // choices.per_token)
-            self._add_adapters(tokens, inner, places.index_select(0, choices.order), 0)
+        if adapters is None:
+            inner = gated(inner, self.activation)
+            return grouped_linear(inner, choices, second, self.kinds[1], dtype=torch.float32, batch_invariant=invariant)
+        places, tokens = adapters.places(chosen, rows), normed.index_select(0, choices.order // choices.per_token)
+        adapters.add(tokens, inner, places.index_select(0, choices.order), 0)
         inner = gated(inner, self.activation)
         results = grouped_linear(inner, choices, second, self.kinds[1], dtype=torch.float32, batch_invariant=invariant)
-        if places is not None:
-            self._add_adapters(torch.empty_like(inner).index_copy_(0, choices.order, inner), results, places, 1)
+        adapters.add(torch.empty_like(inner).index_copy_(0, choices.order, inner), results, places, 1)
         return results
-
-    def _add_adapters(self, x: torch.Tensor, y: torch.Tensor, places: torch.Tensor, product: int) -> None:
-        """Add low-rank products to one of the two products of choices."""
-        table, blocks = self.adapters[product]
-        add_low_rank(x, y, places, table, blocks, most_rank=self.most_rank)
 
 
 class DevicePanelExperts(PanelExperts):

@@ -80,15 +80,15 @@ class DeviceKernel(PlainKernel):
             return None
         return DeviceExperts(experts, activation, shared=shared, counts=counts, batch_invariant=self.batch_invariant)
 
-    def low_rank(self, heights: Sequence[int], rows: AdapterRows, *, device: torch.device) -> LowRank:
-        """See `LinearKernel.low_rank`."""
-        return DeviceLowRank(heights, rows, device=device)
-
     def panel_experts(
         self, experts: ExpertsConfig, activation: Activation, layer: PanelLayer, buffer: torch.Tensor
     ) -> PanelExperts:
         """See `LinearKernel.panel_experts`."""
         return DevicePanelExperts(layer, buffer, activation, num_experts=experts.number)
+
+    def low_rank(self, heights: Sequence[int], rows: AdapterRows, *, device: torch.device) -> LowRank:
+        """See `LinearKernel.low_rank`."""
+        return DeviceLowRank(heights, rows, device=device)
 
 
 class TritonKernel(DeviceKernel):
