@@ -71,7 +71,8 @@ class DeviceExperts(PackedExperts):
         self._tables = torch.zeros(2, number + 1, _ADDRESSES, dtype=torch.int64, device=device)
         """The last of a row of experts is the one that padding chooses, which is never held."""
         self._adapters: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """See `_Products.adapters`; once an adapter came."""
+        """Of both products, once an adapter came: the table of all adapters' factors of all experts, and blocks of
+        columns, as `kernels.low_rank` has them."""
         self._most_rank = 0
         self._kept: dict[int, object] = {}
         """Factors by the adapters' numbers."""
@@ -156,9 +157,7 @@ class DeviceExperts(PackedExperts):
             )
             return total
         products = _Products(
-            *(self._numbers, self._tables, self._kinds, self._counts, self._activation, self._batch_invariant),
-            adapters=self._adapters,
-            most_rank=self._most_rank,
+            self._numbers, self._tables, self._kinds, self._counts, self._activation, self._batch_invariant
         )
         adapters = None
         if numbers is not None:
@@ -199,10 +198,6 @@ class _Products(NamedTuple):
     counts: torch.Tensor
     activation: Activation
     batch_invariant: bool = False
-    adapters: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
-    """Of both products: the table of all adapters' factors of all experts, and blocks of columns, as
-    `kernels.low_rank` has them."""
-    most_rank: int = 0
 
     def add(
         self,
@@ -214,10 +209,7 @@ class _Products(NamedTuple):
         adds: bool,
         adapters: _Adapters | None = None,
     ) -> None:
-        """Write the experts' sums to `total`, or add them to it; some rows at a time.
-
-        `numbers`: those of the tokens' adapters; None: no token has one.
-        """
+        """Write the experts' sums to `total`, or add them to it; some rows at a time."""
         at_once = max(1, CHOICES_AT_ONCE // chosen.shape[1])
         for begin in range(0, len(normed), at_once):
             rows = slice(begin, begin + at_once)
