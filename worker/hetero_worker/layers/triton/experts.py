@@ -167,7 +167,7 @@ class DeviceExperts(PackedExperts):
 
 
 class _Adapters(NamedTuple):
-    """What adapters of tokens add to the products of a layer's experts."""
+    """Low-rank products of tokens with adapters, beside the products of a layer's experts."""
 
     numbers: torch.Tensor
     """int64 [tokens]"""
