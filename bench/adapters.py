@@ -1,6 +1,6 @@
 """What LoRA adapters cost: decode steps whose rows have adapters beside steps of the model alone, in turns.
 
-    python -m bench.adapters [--rows 8 32] [--dtype float32 bfloat16] [--rounds 5] [--least 0.85]
+    python -m bench.adapters [--rows 8 32] [--dtype float32 bfloat16] [--stored bfloat16] [--rounds 5] [--least 0.85]
 
 A CPU rank's runner in this process, with all threads; plans come AHEAD together, as a gateway sends them. Eight
 adapters of rank 16 are dealt to the rows in turn. Of the demo model they change all seven projections of a layer. Of a
@@ -85,16 +85,16 @@ class Case:
         return ModelConfig.from_hf(MOE) if self.directory is None else ModelConfig.from_directory(self.directory)
 
 
-def save_adapters(config: ModelConfig, folder: Path, *, experts: bool) -> list[Path]:
-    """Write adapters of random factors of all that takes some; return their directories."""
+def save_adapters(config: ModelConfig, folder: Path, stored: torch.dtype, *, experts: bool) -> list[Path]:
+    """Write adapters of random factors, of a type, of all that takes some; return their directories."""
     made = []
     for number in range(ADAPTERS):
         generator = torch.Generator().manual_seed(number)
         tensors = {}
         for name, (height, width) in adapter_targets(config, experts=experts).items():
             at = f"base_model.model.{name}"
-            tensors[f"{at}.lora_A.weight"] = torch.randn(RANK, width, generator=generator) / 100
-            tensors[f"{at}.lora_B.weight"] = torch.randn(height, RANK, generator=generator) / 100
+            tensors[f"{at}.lora_A.weight"] = (torch.randn(RANK, width, generator=generator) / 100).to(stored)
+            tensors[f"{at}.lora_B.weight"] = (torch.randn(height, RANK, generator=generator) / 100).to(stored)
         directory = folder / str(number)
         directory.mkdir()
         save_file(tensors, directory / ADAPTER_TENSORS)
@@ -177,7 +177,9 @@ class Rank:
         return plan
 
 
-def measure(case: Case, dtype: str, most_rows: list[int], rounds: int) -> Iterator[tuple[int, list[float]]]:
+def measure(
+    case: Case, dtype: str, most_rows: list[int], rounds: int, stored: torch.dtype
+) -> Iterator[tuple[int, list[float]]]:
     """Yield, for each number of rows, medians of tokens/s: before adapters were loaded, of rows of none, and with."""
     rank = Rank(case, dtype, max(most_rows))
     before = {}
@@ -185,7 +187,8 @@ def measure(case: Case, dtype: str, most_rows: list[int], rounds: int) -> Iterat
         rank.tokens_per_s(rows, adapted=False)  # prepares and records
         before[rows] = statistics.median(rank.tokens_per_s(rows, adapted=False) for _ in range(rounds))
     with tempfile.TemporaryDirectory() as folder:
-        for number, directory in enumerate(save_adapters(case.config, Path(folder), experts=case.experts), 1):
+        saved = save_adapters(case.config, Path(folder), stored, experts=case.experts)
+        for number, directory in enumerate(saved, 1):
             rank.load(directory, number)
     for rows in most_rows:
         rank.tokens_per_s(rows, adapted=True)
@@ -197,6 +200,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", type=int, default=[8, 32])
     parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
+    parser.add_argument("--stored", choices=("float32", "bfloat16"), default="bfloat16", help="type in adapters' files")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--least", type=float, default=0.85, help="ratio of rows with adapters to rows of none")
     arguments = parser.parse_args()
@@ -207,7 +211,9 @@ def main() -> int:
     slow = []
     for case in cases:
         for dtype in arguments.dtype:
-            for rows, speeds in measure(case, dtype, arguments.rows, arguments.rounds):
+            for rows, speeds in measure(
+                case, dtype, arguments.rows, arguments.rounds, getattr(torch, arguments.stored)
+            ):
                 _, none, adapted = speeds
                 line = [f"{speed:.1f} ({speed / none:.3f})" for speed in speeds]
                 table.append([case.name, dtype, str(rows), *line])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hetero_worker.adapters.low_rank import MAX_ADAPTERS, AdapterRows
-from hetero_worker.adapters.native_low_rank import NativeLowRank
+from hetero_worker.adapters.native_low_rank import NativeFactors, NativeLowRank
 from hetero_worker.adapters.peft_files import LowRankFactors
 from hetero_worker.native.op_queue import Arena, OpQueue
 from tests.support.native_compute import randn
@@ -17,11 +17,18 @@ HEIGHTS = (70, 1, 129)
 """Output rows of the parts."""
 
 
-def factors_of(width: int, ranks: tuple[int | None, ...], seed: int) -> list[LowRankFactors | None]:
+def factors_of(
+    width: int, ranks: tuple[int | None, ...], seed: int, stored: torch.dtype = torch.float32
+) -> list[LowRankFactors | None]:
+    """`stored`: type whose numbers they are."""
+
+    def factor(rows: int, columns: int, seed: int) -> torch.Tensor:
+        return randn(rows, columns, seed=seed).to(stored).float()
+
     return [
         None
         if rank is None
-        else LowRankFactors(randn(rank, width, seed=seed + part), randn(height, rank, seed=seed + 50 + part))
+        else LowRankFactors(factor(rank, width, seed + part), factor(height, rank, seed + 50 + part))
         for part, (height, rank) in enumerate(zip(HEIGHTS, ranks, strict=True))
     ]
 
@@ -42,9 +49,10 @@ def expected(x: torch.Tensor, y: torch.Tensor, factors: list[LowRankFactors | No
 def test_rows_get_their_own_adapter_s_product(
     isa: str, op_queues: dict[int, OpQueue], dtype: torch.dtype, width: int
 ) -> None:
+    """Of several types of factors, each with more rows than are computed together, and some left."""
     held = {
-        1: factors_of(width, (3, None, 8), 1), 9: factors_of(width, (256, 1, None), 2),
-        MAX_ADAPTERS: factors_of(width, (16, 16, 17), 3),
+        1: factors_of(width, (3, None, 8), 1), 9: factors_of(width, (256, 1, None), 2, torch.bfloat16),
+        MAX_ADAPTERS: factors_of(width, (16, 16, 17), 3, torch.float16),
     }  # fmt: skip
     numbers = torch.tensor(([0, 1, 9, MAX_ADAPTERS, 1, 0, 9] * 20)[:130])
     x, y = randn(130, width, dtype=dtype), randn(130, sum(HEIGHTS), seed=1, dtype=dtype)
@@ -71,6 +79,15 @@ def test_rows_get_their_own_adapter_s_product(
         wanted = expected(x[own], y[own], factors)
         close = 1e-5 if dtype == torch.float32 else 2**-7
         assert ((outcomes[0][own].double() - wanted).abs() <= close * wanted.abs().clamp(min=50.0)).all()
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_factors_are_kept_in_16_bits_where_that_loses_nothing(stored: torch.dtype) -> None:
+    factors = factors_of(16, (4, None, 8), 0, stored)
+    kept = NativeFactors(factors, torch.float32).kept
+    assert {each.dtype for each in kept} == {stored}
+    wanted = [factor for each in factors if each is not None for factor in (each.down, each.up.T)]
+    assert all(torch.equal(own.float(), each) for own, each in zip(kept, wanted, strict=True))
 
 
 def test_a_recording_goes_on_with_the_adapters_that_are_held_when_it_is_replayed(op_queues: dict[int, OpQueue]) -> None:

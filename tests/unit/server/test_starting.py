@@ -294,14 +294,15 @@ def test_adapters_that_were_not_brought_are_told(tmp_path: Path) -> None:
         read_model(manifest, write_model(tmp_path), adapter_dirs=[Path("/brought/0")])
 
 
-def test_auto_takes_no_draft_model_for_states_of_sequences_and_draft_is_refused(tmp_path: Path) -> None:
-    for kind in ("Draft", "MTP", "Auto"):
-        engine = {"speculative": {"kind": kind} if kind == "MTP" else {**DRAFTING["speculative"], "kind": kind}}
+def test_a_model_that_keeps_states_of_sequences_takes_a_draft_model(tmp_path: Path) -> None:
+    for kind in ("Draft", "Auto"):
+        engine = {"speculative": {**DRAFTING["speculative"], "kind": kind}}
         spec = load_manifest(write_manifest(tmp_path / "g.yaml", engine=engine)).spec
         config = dataclasses.replace(ModelConfig.from_directory(write_model(tmp_path)), delta=object())  # type: ignore[arg-type]
-        assert speculation_of(spec.engine.speculative, config) is None
-        problems = [each for each in _model_problems(spec, config) if "speculative" in each]
-        assert len(problems) == (kind != "Auto")
+        chosen = speculation_of(spec.engine.speculative, config)
+        assert chosen is not None
+        assert chosen.drafts
+        assert [each for each in _model_problems(spec, config) if "speculative" in each] == []
 
 
 HEADED = {

@@ -18,26 +18,37 @@ from hetero_worker.native.op_queue import OpQueue
 
 
 class NativeFactors:
-    """An adapter's factors of a layer's parts, as the kernels take them."""
+    """An adapter's factors of a layer's parts, as the kernels take them: in 16 bits where that loses nothing."""
 
     def __init__(self, factors: Sequence[LowRankFactors | None], dtype: torch.dtype) -> None:
         """None: the adapter leaves the part as it is."""
-        self._kept: list[torch.Tensor] = []
+        self.kept: list[torch.Tensor] = []
+        """Both factors of each part that is changed."""
         self._table = ffi.new("hc_factors[]", len(factors))
         for entry, each in zip(self._table, factors, strict=True):
             if each is not None:
-                down, up = each.down.to(dtype).contiguous(), each.up.T.to(dtype).contiguous()
-                self._kept += (down, up)
-                entry.rank, entry.down, entry.up = len(down), down.data_ptr(), up.data_ptr()
+                kept = _narrowest(each, dtype)
+                down, up = each.down.to(kept).contiguous(), each.up.T.to(kept).contiguous()
+                self.kept += (down, up)
+                entry.type, entry.rank = FORMATS[kept], len(down)
+                entry.down, entry.up = down.data_ptr(), up.data_ptr()
 
     def __bool__(self) -> bool:
         """Return True if the adapter changes any part."""
-        return bool(self._kept)
+        return bool(self.kept)
 
     @property
     def address(self) -> int:
         """Address of the hc_factors; 0 if the adapter changes nothing."""
-        return address_of(self._table) if self._kept else 0
+        return address_of(self._table) if self.kept else 0
+
+
+def _narrowest(factors: LowRankFactors, dtype: torch.dtype) -> torch.dtype:
+    """Return the narrowest type in which both factors are as exact as in `dtype`."""
+    if dtype != torch.float32:
+        return dtype
+    narrow = (torch.bfloat16, torch.float16)
+    return next((kept for kept in narrow if all(torch.equal(each.to(kept).to(dtype), each) for each in factors)), dtype)
 
 
 class NativeLowRank(LowRank):

@@ -413,8 +413,9 @@ typedef struct {
     const void *down_bias;       /* [width], or NULL */
 } hc_expert;
 
-/* An adapter's factors for one part of a layer's outputs, both of the type of x. */
+/* An adapter's factors for one part of a layer's outputs. */
 typedef struct {
+    uint64_t type;    /* HC_F32, HC_BF16 or HC_F16 */
     uint64_t rank;    /* at most HC_MAX_RANK; 0: the part stays as it is */
     const void *down; /* [rank, in] */
     const void *up;   /* [rank, columns of the part] */
@@ -452,7 +453,7 @@ typedef struct {
 /* y += the products of each row's adapter, part by part: up transposed times (down times x). */
 typedef struct {
     hc_op op;
-    uint64_t type;           /* of x and factors */
+    uint64_t type;           /* of x */
     uint64_t y_type;         /* that of x, or HC_F32 */
     uint64_t in;
     const void *x;           /* [rows, in] */

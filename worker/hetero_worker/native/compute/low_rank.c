@@ -1,112 +1,187 @@
 /* Low-rank products of adapters: each row with the factors of its own adapter.
  *
  * Some rows at a time, members first share the products with `down`, then meet, then share the columns of y. A member has
- * the same columns of every row, so that it reads its part of `up` from its own cache. */
+ * the same columns of every row, so that it reads its part of `up` from its own cache. Rows of one adapter are computed
+ * together, with one reading of its factors; a row's sums are made in the same order with others and alone. */
 #include "low_rank.h"
 #include "vectors.h"
 
 extern hc_kernel HC_NAME(low_rank);
 
-#define PIECE 64 /* columns that are one member's */
-#define BLOCK 4  /* rows of `down` that are multiplied with one reading of x */
+#define PIECE 64                       /* columns that are one member's */
+#define BLOCK 8                        /* rows of `down` that are one member's */
+#define TOGETHER (HC_W == 16 ? 4 : 2)  /* rows of one adapter that are computed at once: as many as registers hold */
+#define VECTORS 4                      /* of columns that are computed at once */
 
-/* The factors of a row's adapter for the first part; NULL: it has none. */
-static const hc_factors *factors_of(const hc_low_rank_op *op, uint64_t row) {
-    uint64_t number = (uint64_t)op->numbers[row];
-    return number && number < op->adapters ? op->table[number] : NULL;
+/* Rows that have one adapter. */
+typedef struct {
+    const hc_factors *factors; /* for the first part */
+    uint64_t count;
+    uint64_t rows[TOGETHER]; /* counted from the first that is computed now */
+} hc_tile;
+
+/* Puts rows [first, first + rows) that have adapters in tiles; returns how many there are. */
+static uint64_t fill_tiles(const hc_low_rank_op *op, uint64_t first, uint64_t rows, hc_tile *tiles) {
+    uint64_t count = 0;
+    for (uint64_t row = 0; row < rows; row++) {
+        uint64_t number = (uint64_t)op->numbers[first + row], at = 0;
+        const hc_factors *factors = number && number < op->adapters ? op->table[number] : NULL;
+        if (!factors)
+            continue;
+        while (at < count && (tiles[at].factors != factors || tiles[at].count == TOGETHER))
+            at++;
+        if (at == count)
+            tiles[count++] = (hc_tile){factors, 0, {0}};
+        tiles[at].rows[tiles[at].count++] = row;
+    }
+    return count;
 }
 
 static float *products_of(const hc_low_rank_op *op, uint64_t row, uint64_t part) {
     return (float *)op->scratch + (row * op->parts + part) * HC_MAX_RANK;
 }
 
-/* y[k] = x times row k of `down`, in an order that only the width decides. */
-V_INLINE void shrink_some(const hc_low_rank_op *op, const void *x, const char *down, float *y, const int count,
-                          const uint64_t type) {
-    vf sums[BLOCK] = {{0}};
+/* y[k] of each row = x times row k of `down`, in an order that only the width decides. */
+V_INLINE void shrink_some(const hc_low_rank_op *op, const void *const *x, const int rows, const void *down, float *const *y,
+                          const int count, const uint64_t x_type, const uint64_t type) {
+    vf sums[TOGETHER][BLOCK] = {{{0}}};
     for (uint64_t i = 0; i < op->in; i += HC_W) {
-        vf v = v_load_up_to_as(hc_at(x, i, type), op->in - i, type);
+        vf factors[BLOCK];
+#pragma GCC unroll 8
+        for (int k = 0; k < count; k++)
+            factors[k] = v_load_up_to_as(hc_at(down, (uint64_t)k * op->in + i, type), op->in - i, type);
 #pragma GCC unroll 4
-        for (int k = 0; k < count; k++) {
-            const void *at = hc_at(down, (uint64_t)k * op->in + i, type);
-            sums[k] = v_fma(v, v_load_up_to_as(at, op->in - i, type), sums[k]);
+        for (int row = 0; row < rows; row++) {
+            vf v = v_load_up_to_as(hc_at(x[row], i, x_type), op->in - i, x_type);
+#pragma GCC unroll 8
+            for (int k = 0; k < count; k++)
+                sums[row][k] = v_fma(v, factors[k], sums[row][k]);
         }
     }
-    for (int k = 0; k < count; k++)
-        y[k] = v_sum(sums[k]);
+    for (int row = 0; row < rows; row++)
+        for (int k = 0; k < count; k++)
+            y[row][k] = v_sum(sums[row][k]);
 }
 
-V_INLINE void shrink_block(const hc_low_rank_op *op, const void *x, const hc_factors *factors, uint64_t first, float *y,
-                           const uint64_t type) {
-    const char *down = hc_at(factors->down, first * op->in, type);
-    if (factors->rank - first >= BLOCK) {
-        shrink_some(op, x, down, y + first, BLOCK, type);
+/* shrink_some for `count` rows of `down` from `first` on, some at a time. */
+V_INLINE void shrink_rows(const hc_low_rank_op *op, const void *const *x, const int rows, const hc_factors *factors,
+                          uint64_t first, uint64_t count, float *const *products, const uint64_t x_type,
+                          const uint64_t type) {
+    const int most = rows == 1 ? BLOCK : BLOCK / 2;
+    for (uint64_t end = first + count; first < end;) {
+        int some = end - first >= (uint64_t)most ? most : 1;
+        const void *down = hc_at(factors->down, first * op->in, type);
+        float *y[TOGETHER];
+        for (int row = 0; row < rows; row++)
+            y[row] = products[row] + first;
+        if (some == most)
+            shrink_some(op, x, rows, down, y, most, x_type, type);
+        else
+            shrink_some(op, x, rows, down, y, 1, x_type, type);
+        first += (uint64_t)some;
+    }
+}
+
+V_INLINE void shrink_tile(const hc_low_rank_op *op, const hc_tile *tile, uint64_t first_row, uint64_t part, uint64_t first,
+                          const uint64_t x_type, const uint64_t type) {
+    const hc_factors *factors = tile->factors + part;
+    uint64_t left = factors->rank - first, count = left < BLOCK ? left : BLOCK;
+    const void *x[TOGETHER];
+    float *products[TOGETHER];
+    for (uint64_t i = 0; i < tile->count; i++) {
+        x[i] = hc_at(op->x, (first_row + tile->rows[i]) * op->x_stride, x_type);
+        products[i] = products_of(op, tile->rows[i], part);
+    }
+    if (tile->count == TOGETHER) {
+        shrink_rows(op, x, TOGETHER, factors, first, count, products, x_type, type);
         return;
     }
-    for (; first < factors->rank; first++, down += op->in * hc_width_of(type))
-        shrink_some(op, x, down, y + first, 1, type);
+    for (uint64_t i = 0; i < tile->count; i++)
+        shrink_rows(op, x + i, 1, factors, first, count, products + i, x_type, type);
 }
 
-/* y += products times `up`, for columns [begin, end) of a part, rounded once. */
-V_INLINE void expand_piece(const hc_factors *factors, const float *products, uint64_t begin, uint64_t end, uint64_t width,
-                           void *y, const uint64_t y_type, const uint64_t type) {
-    for (uint64_t i = begin; i < end; i += HC_W) {
-        vf sum = {0};
-        for (uint64_t k = 0; k < factors->rank; k++) {
-            const void *up = hc_at(factors->up, k * width + i, type);
-            sum = v_fma(v_all(products[k]), v_load_up_to_as(up, end - i, type), sum);
-        }
-        void *at = hc_to(y, i, y_type);
-        v_store_up_to_as(at, v_load_up_to_as(at, end - i, y_type) + sum, end - i, y_type);
-    }
-}
-
-/* Factors have the type of x. */
-V_INLINE void shrink_rows(const hc_low_rank_op *op, uint64_t first, uint64_t rows, const hc_crew *crew, uint64_t member,
+/* y += products times `up`, for some vectors of columns, each of `left` at least, rounded once. */
+V_INLINE void expand_some(const hc_factors *factors, const float *const *products, const int rows, uint64_t column,
+                          uint64_t width, void *const *y, const int vectors, const uint64_t left, const uint64_t y_type,
                           const uint64_t type) {
-    uint64_t turn = 0;
-    for (uint64_t row = 0; row < rows; row++) {
-        const hc_factors *factors = factors_of(op, first + row);
-        const void *x = hc_at(op->x, (first + row) * op->x_stride, type);
-        for (uint64_t part = 0; factors && part < op->parts; part++)
-            for (uint64_t k = 0; k < factors[part].rank; k += BLOCK)
-                if (turn++ % crew->size == member)
-                    shrink_block(op, x, factors + part, k, products_of(op, row, part), type);
+    vf sums[TOGETHER][VECTORS] = {{{0}}};
+    for (uint64_t k = 0; k < factors->rank; k++) {
+        const void *up = hc_at(factors->up, k * width + column, type);
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            vf factor = v_load_up_to_as(hc_at(up, (uint64_t)v * HC_W, type), left, type);
+#pragma GCC unroll 4
+            for (int row = 0; row < rows; row++)
+                sums[row][v] = v_fma(v_all(products[row][k]), factor, sums[row][v]);
+        }
+    }
+    for (int row = 0; row < rows; row++) {
+        for (int v = 0; v < vectors; v++) {
+            void *at = hc_to(y[row], column + (uint64_t)v * HC_W, y_type);
+            v_store_up_to_as(at, v_load_up_to_as(at, left, y_type) + sums[row][v], left, y_type);
+        }
     }
 }
 
-V_INLINE void expand_rows(const hc_low_rank_op *op, uint64_t first, uint64_t rows, const hc_crew *crew, uint64_t member,
-                          const uint64_t y_type, const uint64_t type) {
-    for (uint64_t row = 0; row < rows; row++) {
-        const hc_factors *factors = factors_of(op, first + row);
-        void *y = hc_to(op->y, (first + row) * op->ends[op->parts - 1], y_type);
-        for (uint64_t part = 0, begin = 0; factors && part < op->parts; begin = op->ends[part++]) {
-            uint64_t width = op->ends[part] - begin, pieces = factors[part].rank ? (width + PIECE - 1) / PIECE : 0;
-            for (uint64_t piece = member; piece < pieces; piece += crew->size) {
-                uint64_t end = (piece + 1) * PIECE < width ? (piece + 1) * PIECE : width;
-                expand_piece(factors + part, products_of(op, row, part), piece * PIECE, end, width, hc_to(y, begin, y_type),
-                             y_type, type);
+V_INLINE void expand_rows(const hc_factors *factors, const float *const *products, const int rows, uint64_t begin,
+                          uint64_t end, uint64_t width, void *const *y, const uint64_t y_type, const uint64_t type) {
+    for (; end - begin >= VECTORS * HC_W; begin += VECTORS * HC_W)
+        expand_some(factors, products, rows, begin, width, y, VECTORS, HC_W, y_type, type);
+    for (; begin < end; begin += HC_W)
+        expand_some(factors, products, rows, begin, width, y, 1, end - begin < HC_W ? end - begin : HC_W, y_type, type);
+}
+
+/* A piece of the columns of a part, which begins at `part_begin`. */
+V_INLINE void expand_tile(const hc_low_rank_op *op, const hc_tile *tile, uint64_t first_row, uint64_t part, uint64_t begin,
+                          uint64_t end, uint64_t part_begin, const uint64_t y_type, const uint64_t type) {
+    const float *products[TOGETHER];
+    void *y[TOGETHER];
+    for (uint64_t i = 0; i < tile->count; i++) {
+        products[i] = products_of(op, tile->rows[i], part);
+        y[i] = hc_to(op->y, (first_row + tile->rows[i]) * op->ends[op->parts - 1] + part_begin, y_type);
+    }
+    uint64_t width = op->ends[part] - part_begin;
+    if (tile->count == TOGETHER) {
+        expand_rows(tile->factors + part, products, TOGETHER, begin, end, width, y, y_type, type);
+        return;
+    }
+    for (uint64_t i = 0; i < tile->count; i++)
+        expand_rows(tile->factors + part, products + i, 1, begin, end, width, y + i, y_type, type);
+}
+
+V_INLINE void shrink(const hc_low_rank_op *op, uint64_t first_row, const hc_tile *tiles, uint64_t count,
+                     const hc_crew *crew, uint64_t member, const uint64_t x_type) {
+    uint64_t turn = 0;
+    for (const hc_tile *tile = tiles; tile < tiles + count; tile++)
+        for (uint64_t part = 0; part < op->parts; part++)
+            for (uint64_t k = 0; k < tile->factors[part].rank; k += BLOCK)
+                if (turn++ % crew->size == member)
+                    V_CACHED(tile->factors[part].type, shrink_tile, op, tile, first_row, part, k, x_type);
+}
+
+V_INLINE void expand(const hc_low_rank_op *op, uint64_t first_row, const hc_tile *tiles, uint64_t count,
+                     const hc_crew *crew, uint64_t member, const uint64_t y_type) {
+    for (const hc_tile *tile = tiles; tile < tiles + count; tile++) {
+        for (uint64_t part = 0, begin = 0; part < op->parts; begin = op->ends[part++]) {
+            uint64_t width = op->ends[part] - begin, rank = tile->factors[part].rank;
+            for (uint64_t piece = member * PIECE; rank && piece < width; piece += crew->size * PIECE) {
+                uint64_t end = piece + PIECE < width ? piece + PIECE : width;
+                V_CACHED(tile->factors[part].type, expand_tile, op, tile, first_row, part, piece, end, begin, y_type);
             }
         }
     }
 }
 
-V_INLINE void expand_own_type(const hc_low_rank_op *op, uint64_t first, uint64_t rows, const hc_crew *crew, uint64_t member,
-                              const uint64_t type) {
-    expand_rows(op, first, rows, crew, member, type, type);
-}
-
 void HC_NAME(low_rank)(const hc_op *header, hc_crew *crew, uint64_t member) {
     const hc_low_rank_op *op = (const hc_low_rank_op *)header;
+    hc_tile tiles[HC_LOW_RANK_ROWS];
     for (uint64_t first = 0; first < header->rows; first += HC_LOW_RANK_ROWS) {
         uint64_t left = header->rows - first, rows = left < HC_LOW_RANK_ROWS ? left : HC_LOW_RANK_ROWS;
+        uint64_t count = fill_tiles(op, first, rows, tiles);
         if (first)
             hc_meet(crew); /* before the products are written again */
-        V_TYPED(op->type, shrink_rows, op, first, rows, crew, member);
+        V_TYPED(op->type, shrink, op, first, tiles, count, crew, member);
         hc_meet(crew);
-        if (op->y_type == op->type)
-            V_TYPED(op->type, expand_own_type, op, first, rows, crew, member);
-        else
-            V_TYPED(op->type, expand_rows, op, first, rows, crew, member, (uint64_t)HC_F32);
+        V_TYPED(op->y_type, expand, op, first, tiles, count, crew, member);
     }
 }
