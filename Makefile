@@ -51,10 +51,9 @@ test-unit: $(STAMP) $(NATIVE) ## Run the tests that start no processes
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit -n 2 -q $(TIER)
 
-# A group waits for much of its start, so two files at a time; tests of one file share groups.
-test-distributed: $(STAMP) $(NATIVE) ## Run the tests with real rank processes and the real model
+test-distributed: $(STAMP) $(NATIVE) ## Run the tests with real rank processes and the real model, one after another
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
-	$(BIN)/pytest tests/distributed -n 2 --dist loadfile -q $(TIER)
+	$(BIN)/pytest tests/distributed -q $(TIER)
 
 test-sanitizers: $(STAMP) $(NATIVE) ## Run the exchange and the kernels in C under sanitizers (`make test-all` does, too)
 	$(BIN)/pytest tests/unit/worker_rank/test_native_stress.py tests/unit/native_compute/test_sanitizers.py -q
