@@ -109,7 +109,9 @@ def save_with_head(variant: str, directory: Path, *, agrees: bool = False, **cha
                 tensor *= _CALM
         head[f"{prefix}.enorm.weight"] = torch.full((hidden,), 1 - offset)
         head[f"{prefix}.shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
-        head[f"{prefix}.eh_proj.weight"] = 0.3 * torch.eye(hidden, 2 * hidden)
+        # With layers as calm as those of Qwen3-Next, greedy drafts would always be right.
+        noise = 0.1 * of_qwen * torch.randn(hidden, 2 * hidden)
+        head[f"{prefix}.eh_proj.weight"] = 0.3 * torch.eye(hidden, 2 * hidden) + noise
     tensors |= head
     if of_qwen:
         save_file({_qwen_name(name): tensor for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
