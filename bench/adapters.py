@@ -18,7 +18,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,21 +26,16 @@ from typing import Any, Final, Self
 import torch
 from safetensors.torch import save_file
 
+from bench.decoding import DecodingRank
 from bench.home import BenchHome
 from bench.report import aligned
 from bench.shapes import DEMO, directory_of
 from hetero_api.model_config import ModelConfig
 from hetero_api.model_directory import ADAPTER_CONFIG, ADAPTER_TENSORS
-from hetero_api.spec import PlacementShares
 from hetero_api.v1 import ranks_pb2
-from hetero_placement.shard_plans import deal_within_layers
-from hetero_worker.backends.cpu import cpu_backend
 from hetero_worker.checkpoints.checkpoint import Checkpoint
-from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.models.decoder_layer import adapter_targets
 from hetero_worker.probe.synthetic import SyntheticWeights
-from hetero_worker.runners.base import LoadRequest
-from hetero_worker.runners.plan_runner import PlanRunner
 
 ADAPTERS: Final = 8
 RANK: Final = 16
@@ -49,8 +43,6 @@ CONTEXT: Final = 16
 STEPS: Final = 32
 WARM_STEPS: Final = 8
 AHEAD: Final = 4
-BLOCK_SIZE: Final = 16
-MEMORY_BYTES: Final = 8 << 30
 MOE: Final[dict[str, Any]] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu", "hidden_size": 512,
     "intermediate_size": 2048, "moe_intermediate_size": 384, "num_hidden_layers": 8, "num_attention_heads": 8,
@@ -104,95 +96,55 @@ def save_adapters(config: ModelConfig, folder: Path, stored: torch.dtype, *, exp
     return made
 
 
-class Rank:
-    """A runner that decodes."""
+def rank_of(case: Case, dtype: str, most_rows: int) -> DecodingRank:
+    """Load the model, with room for the adapters."""
+    made = case.directory is None
+    return DecodingRank(
+        case.directory or Path("random weights"),
+        case.config,
+        dtype=dtype,
+        most_rows=most_rows,
+        context=CONTEXT,
+        steps=WARM_STEPS + STEPS,
+        max_adapters=ADAPTERS,
+        max_adapter_rank=RANK,
+        adapts_experts=case.experts,
+        open_weights=(lambda _: RandomWeights(floats="bfloat16")) if made else Checkpoint,
+    )
 
-    def __init__(self, case: Case, dtype: str, most_rows: int) -> None:
-        config = case.config
-        self._blocks = -(-(CONTEXT + WARM_STEPS + STEPS + 1) // BLOCK_SIZE)
-        self._runner = PlanRunner(cpu_backend())
-        self._runner.attach(LocalExchange())
-        self._runner.load(
-            LoadRequest(
-                directory=case.directory or Path("random weights"),
-                config=config,
-                dtype=dtype,
-                shard_plan=deal_within_layers(config, cores=[len(os.sched_getaffinity(0))], shares=PlacementShares()),
-                rank=0,
-                max_model_len=self._blocks * BLOCK_SIZE,
-                max_num_batched_tokens=max(512, most_rows),
-                max_num_seqs=most_rows,
-                memory_bytes=MEMORY_BYTES,
-                cache_size_is_given=True,
-                max_adapters=ADAPTERS,
-                max_adapter_rank=RANK,
-                adapts_experts=case.experts,
-                open_weights=Checkpoint if case.directory is not None else lambda _: RandomWeights(floats="bfloat16"),
-            )
-        )
-        self._runner.allocate(1 + most_rows * self._blocks, BLOCK_SIZE)
-        self._next_step = 1
 
-    def load(self, directory: Path, number: int) -> None:
-        """Load an adapter. Raises RuntimeError."""
-        order = ranks_pb2.LoadAdapter(number=number, directory=str(directory), root=str(directory.parent))
-        output = self._execute(ranks_pb2.StepPlan(command=ranks_pb2.GroupCommand(load_adapter=order)))
-        if output.report is None or not output.report.done:
-            raise RuntimeError(f"adapter {number} was not loaded: {output.report}")
+def load(rank: DecodingRank, directory: Path, number: int) -> None:
+    """Load an adapter. Raises RuntimeError."""
+    order = ranks_pb2.LoadAdapter(number=number, directory=str(directory), root=str(directory.parent))
+    output = rank.execute(ranks_pb2.StepPlan(command=ranks_pb2.GroupCommand(load_adapter=order)))
+    if output.report is None or not output.report.done:
+        raise RuntimeError(f"adapter {number} was not loaded: {output.report}")
 
-    def tokens_per_s(self, rows: int, *, adapted: bool) -> float:
-        """Fill so many slots, decode, and release them; the median."""
-        for slot in range(rows):
-            self._execute(self._prompt(slot, adapter=1 + slot % ADAPTERS if adapted else 0))
-        taken = []
-        for _ in range((WARM_STEPS + STEPS) // AHEAD):
-            plans = [self._numbered(ranks_pb2.StepPlan(decode_slots=range(rows))) for _ in range(AHEAD)]
-            begin_s = time.perf_counter()
-            for _ in self._runner.execute_many(plans, lambda: None):
-                pass
-            taken.append((time.perf_counter() - begin_s) / AHEAD)
-        self._execute(ranks_pb2.StepPlan(released_slots=range(rows)))
-        return rows / statistics.median(taken[WARM_STEPS // AHEAD :])
 
-    def _prompt(self, slot: int, *, adapter: int) -> ranks_pb2.StepPlan:
-        token_ids = [5 + (7 * slot + 13 * i) % 4000 for i in range(CONTEXT)]
-        first = 1 + slot * self._blocks
-        new = ranks_pb2.NewSequence(
-            slot=slot,
-            token_ids=token_ids,
-            num_prompt_tokens=CONTEXT,
-            block_ids=range(first, first + self._blocks),
-            sampling=ranks_pb2.Sampling(temperature=0.0, top_p=1.0),
-            adapter=adapter,
-        )
-        span = ranks_pb2.ScheduledSpan(slot=slot, num_tokens=CONTEXT, sample=True)
-        return ranks_pb2.StepPlan(new_sequences=[new], spans=[span])
-
-    def _execute(self, plan: ranks_pb2.StepPlan) -> Any:
-        return self._runner.execute(self._numbered(plan))
-
-    def _numbered(self, plan: ranks_pb2.StepPlan) -> ranks_pb2.StepPlan:
-        plan.step_id = self._next_step
-        self._next_step += 1
-        return plan
+def tokens_per_s(rank: DecodingRank, rows: int, *, adapted: bool) -> float:
+    """Fill so many slots, decode, and release them; the median."""
+    rank.fill(rows, lambda slot: 1 + slot % ADAPTERS if adapted else 0)
+    taken = [rank.decode(rows, AHEAD) for _ in range((WARM_STEPS + STEPS) // AHEAD)]
+    rank.release(rows)
+    return rows / statistics.median(taken[WARM_STEPS // AHEAD :])
 
 
 def measure(
     case: Case, dtype: str, most_rows: list[int], rounds: int, stored: torch.dtype
 ) -> Iterator[tuple[int, list[float]]]:
     """Yield, for each number of rows, medians of tokens/s: before adapters were loaded, of rows of none, and with."""
-    rank = Rank(case, dtype, max(most_rows))
+    rank = rank_of(case, dtype, max(most_rows))
     before = {}
     for rows in most_rows:
-        rank.tokens_per_s(rows, adapted=False)  # prepares and records
-        before[rows] = statistics.median(rank.tokens_per_s(rows, adapted=False) for _ in range(rounds))
+        tokens_per_s(rank, rows, adapted=False)  # prepares and records
+        before[rows] = statistics.median(tokens_per_s(rank, rows, adapted=False) for _ in range(rounds))
     with tempfile.TemporaryDirectory() as folder:
         saved = save_adapters(case.config, Path(folder), stored, experts=case.experts)
         for number, directory in enumerate(saved, 1):
-            rank.load(directory, number)
+            load(rank, directory, number)
     for rows in most_rows:
-        rank.tokens_per_s(rows, adapted=True)
-        turns = [[rank.tokens_per_s(rows, adapted=adapted) for adapted in (False, True)] for _ in range(rounds)]
+        tokens_per_s(rank, rows, adapted=True)
+        turns = [[tokens_per_s(rank, rows, adapted=adapted) for adapted in (False, True)] for _ in range(rounds)]
         yield rows, [before[rows], *map(statistics.median, zip(*turns, strict=True))]
 
 

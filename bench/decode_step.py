@@ -18,29 +18,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Final, ParamSpec, TypeVar
 
+from bench.decoding import DecodingRank
 from bench.home import BenchHome
 from bench.limits import Limits, measure
 from bench.report import aligned
 from bench.shapes import DEMO, MODELS, directory_of
 from hetero_api.model_config import ModelConfig
-from hetero_api.spec import PlacementShares
-from hetero_api.v1 import ranks_pb2
-from hetero_placement.shard_plans import deal_within_layers
-from hetero_worker.backends.cpu import cpu_backend
-from hetero_worker.distributed.exchange import LocalExchange
 from hetero_worker.native.team import NativeTeam
-from hetero_worker.runners.base import LoadRequest
-from hetero_worker.runners.plan_runner import PlanRunner
 
 STEPS: Final = 200
 WARM_STEPS: Final = 8
 AHEAD: Final = 4
 """Plans that are given to the runner together: what a gateway has out, and answers may wait for, at 8 ms a step."""
-BLOCK_SIZE: Final = 16
-MEMORY_BYTES: Final = 8 << 30
 MOST_OVERHEAD: Final = 0.08
 """Of a step of one row, where plans come AHEAD together."""
 
@@ -86,72 +77,17 @@ class _Clock:
         return timed
 
 
-class _Rank:
-    """A runner with sequences in its slots."""
-
-    def __init__(
-        self, directory: Path, quantization: str, *, dtype: str, threads: int, most_rows: int, context: int
-    ) -> None:
-        config = ModelConfig.from_directory(directory).quantized(quantization)
-        self._blocks = -(-(context + STEPS + WARM_STEPS + 1) // BLOCK_SIZE)
-        self._context = context
-        self._runner = PlanRunner(cpu_backend())
-        self._runner.attach(LocalExchange())
-        report = self._runner.load(
-            LoadRequest(
-                directory=directory,
-                config=config,
-                dtype=dtype,
-                shard_plan=deal_within_layers(config, cores=[threads], shares=PlacementShares()),
-                rank=0,
-                max_model_len=self._blocks * BLOCK_SIZE,
-                max_num_batched_tokens=max(512, most_rows),
-                max_num_seqs=most_rows,
-                memory_bytes=MEMORY_BYTES,
-                cache_size_is_given=True,
-            )
-        )
-        self.weight_bytes = report.weight_bytes
-        self._runner.allocate(1 + most_rows * self._blocks, BLOCK_SIZE)
-        self._next_step = 1
-
-    def steps(self, rows: int, together: int, clock: _Clock) -> Taken:
-        """Fill so many slots, decode, and release them."""
-        for slot in range(rows):
-            self._execute(self._prompt(slot))
-        taken, kernels = [], []
-        for _ in range((WARM_STEPS + STEPS) // together):
-            plans = [self._numbered(ranks_pb2.StepPlan(decode_slots=range(rows))) for _ in range(together)]
-            clock.seconds = 0.0
-            begin_s = time.perf_counter()
-            for _ in self._runner.execute_many(plans, lambda: None):
-                pass
-            taken.append((time.perf_counter() - begin_s) / together)
-            kernels.append(clock.seconds / together)
-        self._execute(ranks_pb2.StepPlan(released_slots=range(rows)))
-        step_s, kernels_s = (statistics.median(samples[WARM_STEPS // together :]) for samples in (taken, kernels))
-        return Taken(rows, together, step_s, kernels_s, self.weight_bytes)
-
-    def _prompt(self, slot: int) -> ranks_pb2.StepPlan:
-        token_ids = [5 + (7 * slot + 13 * i) % 4000 for i in range(self._context)]
-        first = 1 + slot * self._blocks
-        new = ranks_pb2.NewSequence(
-            slot=slot,
-            token_ids=token_ids,
-            num_prompt_tokens=len(token_ids),
-            block_ids=range(first, first + self._blocks),
-            sampling=ranks_pb2.Sampling(temperature=0.0, top_p=1.0),
-        )
-        span = ranks_pb2.ScheduledSpan(slot=slot, num_tokens=len(token_ids), sample=True)
-        return ranks_pb2.StepPlan(new_sequences=[new], spans=[span])
-
-    def _execute(self, plan: ranks_pb2.StepPlan) -> None:
-        self._runner.execute(self._numbered(plan))
-
-    def _numbered(self, plan: ranks_pb2.StepPlan) -> ranks_pb2.StepPlan:
-        plan.step_id = self._next_step
-        self._next_step += 1
-        return plan
+def measure_steps(rank: DecodingRank, rows: int, together: int, clock: _Clock) -> Taken:
+    """Fill so many slots, decode, and release them."""
+    rank.fill(rows)
+    taken, kernels = [], []
+    for _ in range((WARM_STEPS + STEPS) // together):
+        clock.seconds = 0.0
+        taken.append(rank.decode(rows, together))
+        kernels.append(clock.seconds / together)
+    rank.release(rows)
+    step_s, kernels_s = (statistics.median(samples[WARM_STEPS // together :]) for samples in (taken, kernels))
+    return Taken(rows, together, step_s, kernels_s, rank.report.weight_bytes)
 
 
 def table(measured: Sequence[tuple[str, Taken]], limits: Limits) -> str:
@@ -190,12 +126,13 @@ def main() -> int:
     clock.watch()
     measured = []
     for quantization, dtype in product(arguments.quantization, arguments.dtype):
-        rank = _Rank(
-            directory, quantization, dtype=dtype, threads=threads, most_rows=max(arguments.rows),
-            context=arguments.context,
+        config = ModelConfig.from_directory(directory).quantized(quantization)
+        rank = DecodingRank(
+            directory, config, dtype=dtype, most_rows=max(arguments.rows), context=arguments.context,
+            steps=WARM_STEPS + STEPS,
         )  # fmt: skip
         name = f"{'16 bit' if quantization == 'none' else quantization}, {dtype}"
-        measured += [(name, rank.steps(rows, plans, clock)) for rows in arguments.rows for plans in (1, AHEAD)]
+        measured += [(name, measure_steps(rank, rows, plans, clock)) for rows in arguments.rows for plans in (1, AHEAD)]
     print(f"{arguments.model}, {threads} threads, context {arguments.context}: {limits.told()}\n")
     print(table(measured, limits))
     late = [

@@ -129,6 +129,17 @@ def test_a_mixed_group_equals_transformers_on_every_path(tmp_path: Path, layout:
     assert shared_segments() == set()
 
 
+def check_cached_and_woken(group: LocalGroupProcess, client: HeteroClient, reference: Reference, *, level: int) -> None:
+    """A prefix hit changes no token, and neither does sleep."""
+    again = [client.generate_text(PROMPT, sampling=GREEDY) for _ in range(2)]
+    assert again[1].usage.cached_tokens == 112
+    assert again[1].token_ids == again[0].token_ids
+    with group.admin() as admin:
+        admin.sleep(level)
+        admin.wake_up()
+    check(client, reference)
+
+
 @pytest.mark.parametrize("variant", MIXED_VARIANTS)
 def test_models_that_do_not_fit_a_gpu_are_served_by_a_mixed_group(tmp_path: Path, variant: str) -> None:
     """Chunked and mixed steps, a prefix hit, wake-up from sleep, and a rank that is killed while it streams."""
@@ -137,13 +148,7 @@ def test_models_that_do_not_fit_a_gpu_are_served_by_a_mixed_group(tmp_path: Path
     reference = Reference.from_directory(model)
     with mixed_group(tmp_path, model, layout, engine=ENGINE, max_model_len=160) as group, group.client() as client:
         check(client, reference)
-        again = [client.generate_text(PROMPT, sampling=GREEDY) for _ in range(2)]
-        assert again[1].usage.cached_tokens == 112
-        assert again[1].token_ids == again[0].token_ids
-        with group.admin() as admin:
-            admin.sleep(1)
-            admin.wake_up()
-        check(client, reference)
+        check_cached_and_woken(group, client, reference, level=1)
         check_stream_over_a_loss(group, client, reference, "cpu-1", max_tokens=64)
     assert shared_segments() == set()
 
@@ -208,13 +213,7 @@ def test_long_prompts_stream_experts_to_the_gpu_also_after_ranks_were_lost(tmp_p
         for lost in ("cpu-1", "gpu-0"):
             check_stream_over_a_loss(group, client, reference, lost, max_tokens=40)
             check(client, reference)
-        again = [client.generate_text(PROMPT, sampling=GREEDY) for _ in range(2)]
-        assert again[1].usage.cached_tokens == 112
-        assert again[1].token_ids == again[0].token_ids
-        with group.admin() as admin:
-            admin.sleep(2)
-            admin.wake_up()
-        check(client, reference)
+        check_cached_and_woken(group, client, reference, level=2)
         logs = [log.read_text() for log in group._run.path.glob("*.log")]
         assert not any("are streamed" in log for log in logs), "some rank could not"
     assert shared_segments() == set()

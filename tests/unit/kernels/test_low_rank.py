@@ -10,12 +10,12 @@ import torch
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.adapters.low_rank import MAX_ADAPTERS, AdapterRows
-from hetero_worker.adapters.peft_files import LowRankFactors
 from hetero_worker.backends.cuda.backend import CudaBackend
 from hetero_worker.layers.triton.linear import DeviceLowRank
 from hetero_worker.memory.streams import HOST
 from hetero_worker.runners.graphs.graph_forward import GraphForward
 from tests.support.lora_adapters import save_adapter
+from tests.support.low_rank import expected, factors_of
 from tests.support.pseudo_gpu import PseudoGpu
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares
 from tests.support.seeded import seeded
@@ -38,26 +38,6 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
     return torch.randn(shape, generator=seeded(seed)).to(dtype)
 
 
-def factors_of(width: int, number: int) -> list[LowRankFactors | None]:
-    return [
-        None
-        if rank is None
-        else LowRankFactors(randn(rank, width, seed=number + part), randn(height, rank, seed=number + 50 + part))
-        for part, (height, rank) in enumerate(zip(HEIGHTS, RANKS[number], strict=True))
-    ]
-
-
-def expected(x: torch.Tensor, y: torch.Tensor, factors: list[LowRankFactors | None]) -> torch.Tensor:
-    """In float64."""
-    parts = [
-        torch.zeros(len(x), height, dtype=torch.float64)
-        if each is None
-        else x.double() @ each.down.to(x.dtype).double().T @ each.up.to(x.dtype).double().T
-        for height, each in zip(HEIGHTS, factors, strict=True)
-    ]
-    return y.double() + torch.cat(parts, dim=1)
-
-
 @pytest.mark.parametrize(
     ("rows", "width", "dtype"),
     [(1, 5, torch.float32), (18, 40, torch.bfloat16), (70, 1100, torch.float32)],
@@ -67,7 +47,7 @@ def test_rows_get_their_own_adapter_s_product(rows: int, width: int, dtype: torc
     adapter_rows = AdapterRows(MAX_RANK)
     low_rank = DeviceLowRank(HEIGHTS, adapter_rows, device=HOST)
     for number in RANKS:
-        low_rank.hold(number, factors_of(width, number), dtype)
+        low_rank.hold(number, factors_of(HEIGHTS, width, RANKS[number], number), dtype)
     numbers = torch.tensor(([9, 0, 1, MAX_ADAPTERS, 1, 0, 9] * 10)[:rows])
     x, y = randn(rows, width, dtype=dtype), randn(rows, sum(HEIGHTS), seed=1, dtype=dtype)
     got = y.clone()
@@ -78,7 +58,7 @@ def test_rows_get_their_own_adapter_s_product(rows: int, width: int, dtype: torc
     assert torch.equal(got[numbers == 0], y[numbers == 0])
     for number in set(numbers.tolist()) - {0}:
         own = numbers == number
-        wanted = expected(x[own], y[own], factors_of(width, number))
+        wanted = expected(HEIGHTS, x[own], y[own], factors_of(HEIGHTS, width, RANKS[number], number))
         close = 1e-6 if dtype == torch.float32 else 2**-6  # what is interpreted cuts bits off
         torch.testing.assert_close(got[own].double(), wanted, rtol=0, atol=close * float(wanted.abs().max()))
     for row in (0, rows - 1):
@@ -96,7 +76,7 @@ def test_rows_get_their_own_adapter_s_product(rows: int, width: int, dtype: torc
 def test_inputs_apart_from_each_other_are_taken_as_they_are() -> None:
     adapter_rows = AdapterRows(MAX_RANK)
     low_rank, wide = DeviceLowRank(HEIGHTS, adapter_rows, device=HOST), randn(3, 40)
-    low_rank.hold(1, factors_of(20, 1), torch.float32)
+    low_rank.hold(1, factors_of(HEIGHTS, 20, RANKS[1], 1), torch.float32)
     adapter_rows.begin(torch.tensor([1, 0, 1]))
     outcomes = [torch.zeros(3, sum(HEIGHTS)) for _ in range(2)]
     for x, y in zip((wide[:, 3:23], wide[:, 3:23].clone()), outcomes, strict=True):

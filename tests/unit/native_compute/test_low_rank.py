@@ -7,41 +7,14 @@ import torch
 
 from hetero_worker.adapters.low_rank import MAX_ADAPTERS, AdapterRows
 from hetero_worker.adapters.native_low_rank import NativeFactors, NativeLowRank
-from hetero_worker.adapters.peft_files import LowRankFactors
 from hetero_worker.native.op_queue import Arena, OpQueue
+from tests.support.low_rank import expected, factors_of
 from tests.support.native_compute import randn
 
 pytestmark = pytest.mark.unit
 
 HEIGHTS = (70, 1, 129)
 """Output rows of the parts."""
-
-
-def factors_of(
-    width: int, ranks: tuple[int | None, ...], seed: int, stored: torch.dtype = torch.float32
-) -> list[LowRankFactors | None]:
-    """`stored`: type whose numbers they are."""
-
-    def factor(rows: int, columns: int, seed: int) -> torch.Tensor:
-        return randn(rows, columns, seed=seed).to(stored).float()
-
-    return [
-        None
-        if rank is None
-        else LowRankFactors(factor(rank, width, seed + part), factor(height, rank, seed + 50 + part))
-        for part, (height, rank) in enumerate(zip(HEIGHTS, ranks, strict=True))
-    ]
-
-
-def expected(x: torch.Tensor, y: torch.Tensor, factors: list[LowRankFactors | None]) -> torch.Tensor:
-    """In float64."""
-    parts = [
-        torch.zeros(len(x), height, dtype=torch.float64)
-        if each is None
-        else x.double() @ each.down.to(x.dtype).double().T @ each.up.to(x.dtype).double().T
-        for height, each in zip(HEIGHTS, factors, strict=True)
-    ]
-    return y.double() + torch.cat(parts, dim=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,9 +24,10 @@ def test_rows_get_their_own_adapter_s_product(
 ) -> None:
     """Of several types of factors, each with more rows than are computed together, and some left."""
     held = {
-        1: factors_of(width, (3, None, 8), 1), 9: factors_of(width, (256, 1, None), 2, torch.bfloat16),
-        MAX_ADAPTERS: factors_of(width, (16, 16, 17), 3, torch.float16),
-    }  # fmt: skip
+        1: factors_of(HEIGHTS, width, (3, None, 8), 1),
+        9: factors_of(HEIGHTS, width, (256, 1, None), 2, torch.bfloat16),
+        MAX_ADAPTERS: factors_of(HEIGHTS, width, (16, 16, 17), 3, torch.float16),
+    }
     numbers = torch.tensor(([0, 1, 9, MAX_ADAPTERS, 1, 0, 9] * 20)[:130])
     x, y = randn(130, width, dtype=dtype), randn(130, sum(HEIGHTS), seed=1, dtype=dtype)
     outcomes = []
@@ -76,14 +50,14 @@ def test_rows_get_their_own_adapter_s_product(
     assert torch.equal(outcomes[0][numbers == 0], y[numbers == 0])
     for number, factors in held.items():
         own = numbers == number
-        wanted = expected(x[own], y[own], factors)
+        wanted = expected(HEIGHTS, x[own], y[own], factors)
         close = 1e-5 if dtype == torch.float32 else 2**-7
         assert ((outcomes[0][own].double() - wanted).abs() <= close * wanted.abs().clamp(min=50.0)).all()
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 def test_factors_are_kept_in_16_bits_where_that_loses_nothing(stored: torch.dtype) -> None:
-    factors = factors_of(16, (4, None, 8), 0, stored)
+    factors = factors_of(HEIGHTS, 16, (4, None, 8), 0, stored)
     kept = NativeFactors(factors, torch.float32).kept
     assert {each.dtype for each in kept} == {stored}
     wanted = [factor for each in factors if each is not None for factor in (each.down, each.up.T)]
@@ -99,12 +73,12 @@ def test_a_recording_goes_on_with_the_adapters_that_are_held_when_it_is_replayed
         y.zero_()
         low_rank.add(x, y)
     assert not y.any(), "no adapter is held"
-    factors = factors_of(16, (4, 4, 4), 0)
+    factors = factors_of(HEIGHTS, 16, (4, 4, 4), 0)
     low_rank.hold(2, factors, torch.float32)
     numbers.copy_(torch.tensor([0, 2]))
     op_queue.replay(recorded)
     torch.testing.assert_close(
-        y[1:].double(), expected(x[1:], torch.zeros(1, sum(HEIGHTS)), factors), rtol=1e-5, atol=1e-4
+        y[1:].double(), expected(HEIGHTS, x[1:], torch.zeros(1, sum(HEIGHTS)), factors), rtol=1e-5, atol=1e-4
     )
     assert not y[0].any()
     low_rank.drop(2)

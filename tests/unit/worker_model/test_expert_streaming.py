@@ -92,6 +92,15 @@ def prompt_logits(group: RankGroup, *, streams_from: int | None = 2, chunk: int 
     return completed(group, streams_from=streams_from, chunk=chunk, num_tokens=1)
 
 
+def next_logits(builder: PlanBuilder) -> torch.Tensor:
+    """Logits behind PROMPT, whose slot is free before and after."""
+    builder.start(0, PROMPT)
+    builder.schedule(0)
+    found = builder.run().logits[0]
+    builder.release(0)
+    return found
+
+
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("variant", ["qwen3-moe", "deepseek-v3"])
@@ -167,15 +176,7 @@ def test_a_new_cache_and_sleep_let_go_of_shared_memory_and_streaming_goes_on(
     group = Group(tmp_path).of(checkpoints["qwen3-moe"], TWO)
     builder = PlanBuilder(group)
     builder.streams_from = 2
-
-    def logits() -> torch.Tensor:
-        builder.start(0, PROMPT)
-        builder.schedule(0)
-        found = builder.run().logits[0]
-        builder.release(0)
-        return found
-
-    expected = logits()
+    expected = next_logits(builder)
     cache = ranks_pb2.AllocateCache(num_blocks=64, block_size=4)
     for command in (
         ranks_pb2.GroupCommand(reset_cache=cache),
@@ -189,7 +190,7 @@ def test_a_new_cache_and_sleep_let_go_of_shared_memory_and_streaming_goes_on(
         assert stream is not None
         assert not stream.layers
         builder.use_blocks(64, 4)
-        torch.testing.assert_close(logits(), expected, rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(next_logits(builder), expected, rtol=0, atol=TOLERANCE)
         assert len(stream.layers) == 3
 
 
@@ -200,17 +201,9 @@ def test_experts_that_change_places_are_streamed_from_their_new_ones(
     group = Group(tmp_path).of(checkpoints["qwen3-moe"], shares, quantization="int4")
     builder = PlanBuilder(group)
     builder.streams_from = 2
-
-    def logits() -> torch.Tensor:
-        builder.start(0, PROMPT)
-        builder.schedule(0)
-        found = builder.run().logits[0]
-        builder.release(0)
-        return found
-
-    expected = logits()
+    expected = next_logits(builder)
     move(group, builder, another(group))
-    torch.testing.assert_close(logits(), expected, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(next_logits(builder), expected, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])

@@ -157,11 +157,18 @@ LAYOUTS: Mapping[str, tuple[Shares, Mapping[str, Any]]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_are_those_without_proposals(qwen3: Path, layout: str) -> None:
     """Every kind of draw, common prefixes, chunked prompts, preemption, several completions of a prompt."""
-    shares, options = LAYOUTS[layout]
-    group = RankGroup(qwen3, shares, keeps_logits=False, num_blocks=40, **options)
-    asked = random_requests(3, 14, vocabulary=VOCAB_SIZE)
+    assert_same_tokens_in_fewer_steps(qwen3, LAYOUTS[layout], seed=3, rate=0.8)
+
+
+def assert_same_tokens_in_fewer_steps(
+    model: Path, layout: tuple[Shares, Mapping[str, Any]], *, seed: int, rate: float
+) -> None:
+    """With proposals, each token of which is right with the chance `rate`."""
+    shares, options = layout
+    group = RankGroup(model, shares, keeps_logits=False, num_blocks=40, **options)
+    asked = random_requests(seed, 14, vocabulary=VOCAB_SIZE)
     expected, plain = serve(group, asked)
-    told, proposing = serve(group, asked, speculator_of(expected, rate=0.8))
+    told, proposing = serve(group, asked, speculator_of(expected, rate=rate))
     assert told == expected
     proposed, accepted = proposing.token_ids
     assert 0 < accepted < proposed
@@ -176,15 +183,7 @@ STATEFUL: Mapping[str, tuple[Shares, Mapping[str, Any]]] = {
 @pytest.mark.parametrize("layout", STATEFUL)
 def test_states_go_back_behind_a_token_that_was_wrong(qwen3_next: Path, layout: str) -> None:
     """Snapshots are short, so proposals are, too; prefixes begin from those that are left."""
-    shares, options = STATEFUL[layout]
-    group = RankGroup(qwen3_next, shares, keeps_logits=False, num_blocks=40, **options)
-    asked = random_requests(5, 14, vocabulary=VOCAB_SIZE)
-    expected, plain = serve(group, asked)
-    told, proposing = serve(group, asked, speculator_of(expected, rate=0.6))
-    assert told == expected
-    proposed, accepted = proposing.token_ids
-    assert 0 < accepted < proposed
-    assert proposing.step_id < plain.step_id
+    assert_same_tokens_in_fewer_steps(qwen3_next, STATEFUL[layout], seed=5, rate=0.6)
 
 
 MANY = examples(60)

@@ -261,7 +261,7 @@ class ExpertMlp:
         """Whether a kernel computes all experts together: then no step waits for what rows have chosen."""
         return self._joined is not None
 
-    def _choices(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def choices(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the chosen experts' numbers and shares, [tokens, chosen] each."""
         # A step of which a rank gets slices is not padded.
         slots = self.slots if self.slots is not None and len(self.slots) == len(hidden) else None
@@ -292,7 +292,7 @@ class ExpertMlp:
         if self._adds_apart:
             raise ValueError("sums of experts that are normed do not come in two")
         normed = self._norm(hidden)
-        chosen, shares = self._choices(hidden)
+        chosen, shares = self.choices(hidden)
         if self._joined is None:
             return self._one_by_one_in_two(normed, chosen, shares)
         total, late = self._joined.in_two(normed, chosen, shares, late=self._late, numbers=self._numbers)
@@ -324,11 +324,18 @@ class ExpertMlp:
         hidden = stream.settle()
         if self._adds_apart:
             return self._two_sums(normed, hidden)
+        return self.of_choices(normed, *self.choices(hidden))
+
+    def of_choices(self, normed: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """Return the partial sum [tokens, hidden] of normed hidden states, whose experts are chosen.
+
+        Only where experts do not add up apart.
+        """
         if self._joined is None:
-            total = torch.zeros_like(hidden) if self._shared is None else self._shared.of_normed(normed)
-            self._add_one_by_one(total, normed, *self._choices(hidden), self._numbers)
+            total = torch.zeros_like(normed) if self._shared is None else self._shared.of_normed(normed)
+            self._add_one_by_one(total, normed, chosen, shares, self._numbers)
             return total
-        total = self._joined(normed, *self._choices(hidden), self._numbers)
+        total = self._joined(normed, chosen, shares, self._numbers)
         if self._shared is not None and self._shape.has_shared_gate:
             self._ops.add(total, self._shared.of_normed(normed))
         return total
@@ -337,9 +344,9 @@ class ExpertMlp:
         """Return [tokens, 2 · hidden]: the partial sum of the expert of all tokens, then of the others."""
         of_all = None if self._shared is None else self._shared.apart(hidden)
         if self._joined is not None:
-            return self._ops.beside(of_all, self._joined(normed, *self._choices(hidden)))
+            return self._ops.beside(of_all, self._joined(normed, *self.choices(hidden)))
         of_experts = torch.zeros_like(hidden)
-        self._add_one_by_one(of_experts, normed, *self._choices(hidden))
+        self._add_one_by_one(of_experts, normed, *self.choices(hidden))
         return self._ops.beside(of_all, of_experts)
 
     def _add_one_by_one(

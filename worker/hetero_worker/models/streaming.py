@@ -17,7 +17,6 @@ from typing import Final
 import torch
 
 from hetero_api.model_config import ModelConfig
-from hetero_api.model_parts import ExpertsConfig
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.errors import MemoryBudgetError
 from hetero_worker.layers.blocks import GatedMlp
@@ -166,8 +165,6 @@ class StreamedMlp:
         self._layer = layer
         self._own = own
         self._norm = norm
-        self._experts: ExpertsConfig = config.experts
-        self._ops = ops
         prefix = config.experts.names.block_of(layer)
         self._router = (
             own.router
@@ -202,9 +199,13 @@ class StreamedMlp:
 
     def __call__(self, hidden: torch.Tensor, stream: ExpertStream) -> torch.Tensor:
         """Return the sum [tokens, hidden] of all experts, of hidden states [tokens, hidden]."""
-        total = torch.zeros_like(hidden) if self._own is None else self._own(hidden)
-        normed = self._norm(hidden)
-        chosen, shares = self._router(hidden)
+        normed, own = self._norm(hidden), self._own
+        if isinstance(own, ExpertMlp):
+            chosen, shares = own.choices(hidden)
+            total = own.of_choices(normed, chosen, shares)
+        else:
+            chosen, shares = self._router(hidden)
+            total = torch.zeros_like(hidden) if own is None else own.of_normed(normed)
         for experts in stream.take(self._layer):
             experts.add(total, normed, chosen, shares)
         stream.finish(self._layer)

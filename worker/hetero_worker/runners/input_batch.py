@@ -190,24 +190,24 @@ class InputBuffers:
 
     def _fill_proposed(self, plan: ranks_pb2.StepPlan, slots: SlotTable, views: _DecodeViews) -> DecodeRows:
         """Fill the rows of slots that decode, some of which have proposals; return them."""
-        proposed = proposed_tokens(plan)
-        snapshots = {proposal.slot: proposal.snapshots for proposal in plan.proposals}
-        saves = np.full(len(views.slots), _NOWHERE, dtype=np.int32)
+        proposals = proposals_of(plan)
+        saves = np.full(len(views.slots), _NOWHERE, dtype=np.int32) if self._bounds.keeps_states else None
         begin = 0
         for slot in plan.decode_slots:
-            tokens = (int(slots.last_tokens[slot]), *proposed.get(slot, ()))
+            proposal = proposals.get(slot, NO_PROPOSAL)
+            tokens = (int(slots.last_tokens[slot]), *proposal.token_ids)
             end, first = begin + len(tokens), int(slots.counts.num_computed[slot])
             views.slots[begin:end] = slot
             self._token_ids[begin:end] = tokens
             views.positions[begin:end] = self._all_positions[first : first + len(tokens)]
-            if self._bounds.keeps_states:
-                saves[begin : end - 1] = [self._bounds.place_of(snapshot) for snapshot in snapshots.get(slot, ())]
+            if saves is not None:
+                saves[begin : end - 1] = list(map(self._bounds.place_of, proposal.snapshots))
             begin = end
         np.add(views.positions, 1, out=views.rows.lengths, casting="same_kind")
         np.multiply(views.slots, slots.max_blocks, out=views.table_rows)
         self._take_tables(slots, views, -(-int(views.rows.lengths.max()) // self._bounds.block_size))
         views.logit_rows[:] = self._row_numbers[: len(views.slots)]
-        return replace(views.rows, saves=saves) if self._bounds.keeps_states else views.rows
+        return views.rows if saves is None else replace(views.rows, saves=saves)
 
     def _take_tables(self, slots: SlotTable, views: _DecodeViews, num_blocks: int) -> None:
         """Fill the rows' block tables, as far as the longest row has blocks."""
@@ -357,9 +357,17 @@ class InputBuffers:
         )
 
 
+NO_PROPOSAL: Final = ranks_pb2.Proposal()
+
+
+def proposals_of(plan: ranks_pb2.StepPlan) -> dict[int, ranks_pb2.Proposal]:
+    """Return the plan's proposals by slot."""
+    return {proposal.slot: proposal for proposal in plan.proposals}
+
+
 def proposed_tokens(plan: ranks_pb2.StepPlan) -> dict[int, Sequence[int]]:
     """Return the proposed tokens by slot."""
-    return {proposal.slot: proposal.token_ids for proposal in plan.proposals}
+    return {slot: proposal.token_ids for slot, proposal in proposals_of(plan).items()}
 
 
 def _decoding_slots(plan: ranks_pb2.StepPlan) -> Sequence[int]:

@@ -243,12 +243,15 @@ class PlanCheck:
             raise self._error("saves the states of two proposed tokens in one snapshot")
 
     def _check_saves(self, proposal: ranks_pb2.Proposal) -> None:
-        slot, saved, most = proposal.slot, proposal.snapshots, self._bounds.num_snapshots
+        slot, saved = proposal.slot, proposal.snapshots
         needed = len(proposal.token_ids) if self._bounds.keeps_states else 0
         if len(saved) != needed:
             raise self._error(f"proposes tokens for slot {slot} with {len(saved)} snapshots, it needs {needed}")
-        if saved and max(saved) >= most:
-            raise self._error(f"slot {slot} uses snapshot {max(saved)}, there are {most}")
+        self._check_snapshot_numbers(slot, saved)
+
+    def _check_snapshot_numbers(self, slot: int, used: Sequence[int]) -> None:
+        if used and max(used) >= self._bounds.num_snapshots:
+            raise self._error(f"slot {slot} uses snapshot {max(used)}, there are {self._bounds.num_snapshots}")
 
     def _check_drafts(self) -> None:
         slots = self._plan.draft_slots
@@ -268,14 +271,12 @@ class PlanCheck:
         self._check_snapshots(span)
 
     def _check_snapshots(self, span: ranks_pb2.ScheduledSpan) -> None:
-        most = self._bounds.num_snapshots
         if span.HasField("from_snapshot"):
             if span.slot not in self._without_states:
                 raise self._error(f"slot {span.slot} takes states of a snapshot, and has its own")
             self._without_states.remove(span.slot)
         used = [span.from_snapshot] * span.HasField("from_snapshot") + [each.snapshot for each in span.snapshots]
-        if any(snapshot >= most for snapshot in used):
-            raise self._error(f"slot {span.slot} uses snapshot {max(used)}, there are {most}")
+        self._check_snapshot_numbers(span.slot, used)
         computed = int(self._counts.num_computed[span.slot])
         behind = [computed, *(each.num_tokens for each in span.snapshots)]
         if any(a >= b for a, b in pairwise(behind)) or behind[-1] > computed + span.num_tokens:

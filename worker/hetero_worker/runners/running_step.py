@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
-from typing import Final
 
 import torch
 
@@ -37,7 +36,14 @@ from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadRequest, MaskSource, SampledToken, StepOutput
 from hetero_worker.runners.draft import DraftModel
 from hetero_worker.runners.forward import ForwardStates
-from hetero_worker.runners.input_batch import InputBatch, PromptRows, SpanRows, proposed_tokens
+from hetero_worker.runners.input_batch import (
+    NO_PROPOSAL,
+    InputBatch,
+    PromptRows,
+    SpanRows,
+    proposals_of,
+    proposed_tokens,
+)
 from hetero_worker.runners.model_state import ServingCache
 from hetero_worker.runners.plan_check import num_decode_rows
 from hetero_worker.runners.prediction_head import PredictionHead, StatePlace, TokenStates
@@ -46,8 +52,6 @@ from hetero_worker.runners.step_parts import DeviceTokenInputs
 from hetero_worker.runners.step_times import StepTimes
 from hetero_worker.sampling.base import ShardSampler, StartedDraws, UnknownTokens
 from hetero_worker.sampling.request import SamplingRow
-
-_NO_PROPOSAL: Final = ranks_pb2.Proposal()
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,10 +311,10 @@ class RunningStep:
 
     def _accept(self, draws: _Draws, sampled: SampledRows) -> StepOutput:
         """Give each slot its draws up to the first that differs from what was proposed in its place."""
-        proposals = {proposal.slot: proposal for proposal in self._plan.proposals}
+        proposals = proposals_of(self._plan)
         kept: list[int] = []
         for slot, indices in groupby(range(len(draws.slots)), draws.slots.__getitem__):
-            own, proposal = list(indices), proposals.get(slot, _NO_PROPOSAL)
+            own, proposal = list(indices), proposals.get(slot, NO_PROPOSAL)
             tokens = [sampled.tokens[i] for i in own]
             number = num_accepted(tokens, proposal.token_ids) + 1
             self._context.cache.slots.append_run(slot, tokens[:number])
