@@ -166,7 +166,7 @@ def ground(start_control_plane: StartControlPlane, tmp_path: Path) -> Iterator[G
 
 
 @pytest.mark.minutes(5)
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_roles_are_enough_and_each_right_is_needed(ground: Ground) -> None:
     blinding = [right for right in ground.roles.rights if right.blinding]
     others = [right for right in ground.roles.rights if not right.blinding]
@@ -180,7 +180,7 @@ def outcomes_together(ground: Ground, rights: Sequence[Right]) -> dict[Right | N
     home = ground.new_namespace(None)
     places: dict[Right | None, str] = {None: home}
     places |= {right: ground.new_namespace(right, account_namespace=home) for right in rights}
-    pace = Pace(entitled=1)
+    pace = Pace()
     with ground.operator(home, list(places.values())) as operator, ThreadPoolExecutor(len(places)) as pool:
         operator.wait_leading()
         stay_ready(operator)
@@ -190,7 +190,7 @@ def outcomes_together(ground: Ground, rights: Sequence[Right]) -> dict[Right | N
 
 def outcomes_apart(ground: Ground, rights: Sequence[Right]) -> dict[Right | None, str]:
     """What goes wrong without each right, and (None) with all, an operator for each."""
-    every, pace = [None, *rights], Pace(entitled=1)
+    every, pace = [None, *rights], Pace()
     with ThreadPoolExecutor(OPERATORS_AT_ONCE) as pool:
         return dict(zip(every, pool.map(lambda right: outcome_alone(ground, right, pace), every), strict=True))
 

@@ -31,7 +31,8 @@ NODE: Final = "node-of-tours"
 LOST_NODE: Final = "node-that-is-gone"
 POLL_S: Final = 0.75
 """Many tours look at the same time: four times a second they keep a core busy with nothing else."""
-LONGEST_S: Final = 240.0
+LONGEST_S: Final = 480.0
+"""For a tour with every right, and for the others while that one lasts."""
 SLACK: Final = 1.6
 GRACE_S: Final = 5.0
 QUIET_MARGIN_S: Final = 1.0
@@ -81,28 +82,26 @@ OF_A_REVISION: Final = ("ConfigMap", "Secret")
 
 
 class Pace:
-    """How long tours may take that are made side by side: some have every right, and who needs much longer fails.
+    """How long tours made side by side may take over each step: one has every right, and who needs much longer fails.
 
-    So a slow machine fails nobody, and a tour that succeeds without a right is given the time to.
+    So a slow machine fails nobody, and a tour that succeeds without a right is given the time to; one that fails
+    ends soon, and leaves the machine to the others.
     """
 
-    def __init__(self, entitled: int) -> None:
-        """`entitled`: how many tours have every right."""
-        self._missing = entitled
-        self._longest_s = 0.0
+    def __init__(self) -> None:
+        self._ended_s: dict[str, float] = {}
         self._turn = threading.Lock()
 
-    def record(self, seconds: float) -> None:
-        """A tour with every right has ended, well or not."""
+    def record(self, step: str, seconds: float) -> None:
+        """Records when the tour with every right has ended a step, in seconds from its begin."""
         with self._turn:
-            self._missing -= 1
-            self._longest_s = max(self._longest_s, seconds)
+            self._ended_s[step] = seconds
 
-    @property
-    def limit_s(self) -> float:
-        """For one whole tour."""
+    def limit_s(self, step: str) -> float:
+        """Returns by when a tour is to have ended a step, in seconds from its begin."""
         with self._turn:
-            return LONGEST_S if self._missing else min(LONGEST_S, SLACK * self._longest_s + GRACE_S)
+            ended_s = self._ended_s.get(step)
+        return LONGEST_S if ended_s is None else min(LONGEST_S, SLACK * ended_s + GRACE_S)
 
 
 @dataclass(slots=True)
@@ -115,26 +114,30 @@ class Tour:
     entitled: bool
     """Whether the operator has every right here."""
     _begin: float = field(default_factory=time.monotonic)
+    _step: str = ""
 
     def run(self) -> str:
         """All of it; what did not happen, "" when all did."""
         try:
-            self.begin_to_wait()
-            self.create_everything()
-            self.count_what_is_said_twice()
-            self.mend_what_somebody_deleted()
-            self.replace_a_pod_on_a_node_that_is_gone()
-            self.roll_out_without_the_optional_objects()
-            self.claim_cores_and_give_them_back()
-            self.put_all_ranks_into_one_pod()
-            self.make_a_pool_change_it_and_take_it_away()
-            self.add_a_replica_and_take_it_away()
-            self.tell_what_is_waited_for()
+            for step in (
+                self.begin_to_wait,
+                self.create_everything,
+                self.count_what_is_said_twice,
+                self.mend_what_somebody_deleted,
+                self.replace_a_pod_on_a_node_that_is_gone,
+                self.roll_out_without_the_optional_objects,
+                self.claim_cores_and_give_them_back,
+                self.put_all_ranks_into_one_pod,
+                self.make_a_pool_change_it_and_take_it_away,
+                self.add_a_replica_and_take_it_away,
+                self.tell_what_is_waited_for,
+            ):
+                self._step = step.__name__
+                step()
+                if self.entitled:
+                    self.pace.record(self._step, time.monotonic() - self._begin)
         except AssertionError as failure:
             return str(failure) or "failed"
-        finally:
-            if self.entitled:
-                self.pace.record(time.monotonic() - self._begin)
         return ""
 
     def create_everything(self) -> None:
@@ -242,12 +245,12 @@ class Tour:
         self.client.request("POST", f"/api/v1/namespaces/{self.namespace}/pods/{pod}/binding", binding)
 
     def _wait(self, probe: Callable[[], T | None], describe: Callable[[], str]) -> T:
-        """Until the probe is true or the tour's time is over."""
+        """Until the probe is true or the step's time is over."""
         failure: list[str] = []
 
         def look() -> tuple[T | None] | None:
             value = probe()
-            if not value and time.monotonic() - self._begin > self.pace.limit_s:
+            if not value and time.monotonic() - self._begin > self.pace.limit_s(self._step):
                 failure.append(describe())
                 return (None,)
             return (value,) if value else None
