@@ -4,7 +4,7 @@
  * takes, and each member has an equal part of it. A part of an expert's panels is a smaller matrix, which the linear kernel
  * multiplies with as ever: so a row's bits are its own. What adapters add to the products is shared by choices. */
 #include "experts.h"
-#include "isa.h"
+#include "vectors.h"
 
 extern hc_kernel HC_NAME(experts), HC_NAME(gated), HC_NAME(linear), HC_BASE_NAME(low_rank);
 
@@ -258,15 +258,15 @@ static void add_up_row(const hc_round *round, uint64_t row, uint64_t begin, uint
     const float *shares = op->shares + (round->first + row) * op->per_token;
     const uint32_t *places = round->places + row * op->per_token;
     void *y = hc_to(is_late ? op->late_y : op->y, (round->first + row) * op->width, op->type);
-    for (uint64_t column = begin; column < end; column += HC_LANES) {
-        uint64_t left = end - column < HC_LANES ? end - column : HC_LANES;
-        f32x16 sum = hc_all(0);
+    for (uint64_t column = begin; column < end; column += HC_W) {
+        uint64_t left = end - column;
+        vf sum = v_all(0);
         if (op->shared_columns && !is_late)
-            sum = hc_load_as(results + (choices + row) * op->width + column, left, HC_F32);
+            sum = v_load_up_to(results + (choices + row) * op->width + column, left);
         for (uint64_t i = first; i < behind; i++)
             if (places[i] != NOWHERE)
-                sum = hc_fma(hc_all(shares[i]), hc_load_as(results + places[i] * op->width + column, left, HC_F32), sum);
-        hc_store_as(hc_to(y, column, op->type), sum, left, op->type);
+                sum = v_fma(v_all(shares[i]), v_load_up_to(results + places[i] * op->width + column, left), sum);
+        v_store_up_to_as(hc_to(y, column, op->type), sum, left, op->type);
     }
 }
 

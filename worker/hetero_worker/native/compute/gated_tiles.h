@@ -32,7 +32,7 @@ static inline void hc_write_gated(const hc_linear_op *op, const hc_gated_op *gat
         one.y_stride = HC_PANEL;
         one.bias = op->bias ? hc_at(op->bias, side * gated->columns + corner->column, op->type) : NULL;
         hc_corner here = {.op = &one, .rows = made.rows, .columns = HC_PANEL};
-        hc_write_tile(&here, rows, HC_VECTORS, (const f32x16 *)sums[side], 1, 1);
+        hc_write_tile(&here, rows, HC_PANEL, sums[side], 1, 1);
     }
     made.y = hc_to(gated->y, corner->row * gated->columns + corner->column, gated->type);
     HC_BASE_NAME(gate_rows)(gated, &made);

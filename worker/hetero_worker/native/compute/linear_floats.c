@@ -16,18 +16,23 @@
 #include "small_floats.h"
 #include "tiles.h"
 
+/* Sums of a tile's rows with VECTORS of a panel stay in registers, of which AVX2 and SSE have 16, others 32. */
 #if defined(__AVX512F__)
 #define TILE 12
-#define VECTORS HC_VECTORS /* of a panel, at once */
-#elif defined(__AVX2__) || defined(__aarch64__)
+#define VECTORS HC_VECTORS
+#elif defined(__AVX2__)
 #define TILE 6
-#define VECTORS 1
+#define VECTORS 2
+#elif defined(__aarch64__)
+#define TILE 6
+#define VECTORS 4
 #else
 #define TILE 2
-#define VECTORS 1
+#define VECTORS 4
 #endif
 #define PAIRS HC_FORMATS /* a format of its own: HC_BF16 that meets bfloat16 rows */
-#define AT_ONCE(rows) ((rows) <= 2 ? HC_VECTORS : VECTORS)
+#define WHOLE_PANEL (HC_W == 4 ? 1 : 2) /* rows that meet all vectors of a panel at once, at most */
+#define AT_ONCE(rows) ((rows) <= WHOLE_PANEL ? HC_VECTORS : VECTORS)
 #define WIDEN_FROM 3                /* tiles: to widen a block in registers twice takes no longer than once to a buffer */
 #define TILES_AT_ONCE 16u           /* so that their part of the result stays in cache from block to block */
 #define CACHED_BYTES (1024u * 1024) /* of x that are gone through for panel after panel */
@@ -48,58 +53,56 @@ typedef struct {
 /* Inputs that lie together: of bfloat16 two, in each lane. */
 #define UNIT(format) ((format) == HC_BF16 ? 2u : 1u)
 
-/* Bytes of 16 lanes of a unit. */
-HC_INLINE uint64_t vector_bytes(uint64_t format) { return HC_LANES * UNIT(format) * hc_float_width(format); }
+/* Bytes of a vector's lanes of a unit. */
+HC_INLINE uint64_t vector_bytes(uint64_t format) { return HC_W * UNIT(format) * hc_float_width(format); }
 
 /* Input `i` of a unit. */
-HC_INLINE f32x16 widened(const char *p, const int format, const uint64_t i) {
-    u32x16 pairs;
+HC_INLINE vf widened(const char *p, const int format, const uint64_t i) {
+    vu pairs;
     switch (format) {
-    case HC_F32:
-        return hc_load((const float *)p);
     case HC_BF16:
         memcpy(&pairs, p, sizeof pairs);
-        return (f32x16)(i ? pairs << 16 : pairs & 0xffff0000);
+        return (vf)(i ? pairs << 16 : pairs & 0xffff0000);
     case HC_F8:
-        return hc_widen_f8((const uint8_t *)p);
+        return v_widen_f8((const uint8_t *)p);
     default:
-        return hc_widen_f16((const uint16_t *)p);
+        return v_load_as(p, (uint64_t)format);
     }
 }
 
 /* Zeros, and the place where they will be written is asked for. */
-HC_INLINE void begin_sums(const int rows, const int vectors, f32x16 sums[HC_MAX_TILE][HC_VECTORS], const hc_piece *piece) {
+HC_INLINE void begin_sums(const int rows, const int vectors, vf sums[HC_MAX_TILE][HC_VECTORS], const hc_piece *piece) {
     if (rows > 1)
-        hc_ask_for_corner(&piece->corner, (uint64_t)rows, (uint64_t)vectors);
+        hc_ask_for_corner(&piece->corner, (uint64_t)rows, (uint64_t)vectors * HC_W);
     HC_UNROLLED
     for (int r = 0; r < rows; r++)
         HC_UNROLLED
         for (int v = 0; v < vectors; v++)
-            sums[r][v] = hc_all(0);
+            sums[r][v] = v_all(0);
 }
 
-HC_INLINE void write_sums(const int rows, const int vectors, f32x16 sums[HC_MAX_TILE][HC_VECTORS], const hc_piece *piece) {
-    f32x16 out[HC_MAX_TILE * HC_VECTORS];
+HC_INLINE void write_sums(const int rows, const int vectors, vf sums[HC_MAX_TILE][HC_VECTORS], const hc_piece *piece) {
+    float out[HC_MAX_TILE * HC_PANEL];
     HC_UNROLLED
     for (int r = 0; r < rows; r++)
         HC_UNROLLED
         for (int v = 0; v < vectors; v++)
-            out[r * vectors + v] = sums[r][v];
-    hc_write_tile(&piece->corner, (uint64_t)rows, (uint64_t)vectors, out, piece->is_first, piece->is_last);
+            v_store(out + (r * vectors + v) * HC_W, sums[r][v]);
+    hc_write_tile(&piece->corner, (uint64_t)rows, (uint64_t)vectors * HC_W, out, piece->is_first, piece->is_last);
 }
 
 HC_INLINE void multiply_singly(const int rows, const int vectors, const int format, const hc_piece *piece) {
     const uint64_t unit = UNIT(format), vector = vector_bytes(format), step = HC_VECTORS * vector;
     const uint16_t *scales = piece->scales;
     uint64_t of_group = piece->left;
-    f32x16 sums[HC_MAX_TILE][HC_VECTORS];
+    vf sums[HC_MAX_TILE][HC_VECTORS];
     begin_sums(rows, vectors, sums, piece);
     const float *x = piece->x;
     const char *w = piece->w;
     for (uint64_t left = piece->count, at = 0; left; at += piece->ahead_step) {
         uint64_t now = left < HC_LANES ? left : HC_LANES;
         hc_ask_for(&piece->ahead, at);
-        f32x16 factors[HC_VECTORS];
+        vf factors[HC_VECTORS];
         if (format == HC_F8) {
             if (!of_group) {
                 of_group = piece->group;
@@ -108,26 +111,26 @@ HC_INLINE void multiply_singly(const int rows, const int vectors, const int form
             of_group -= now;
             HC_UNROLLED
             for (int v = 0; v < vectors; v++)
-                factors[v] = hc_widen_f16(scales + v * HC_LANES);
+                factors[v] = v_load_as(scales + v * HC_W, HC_F16);
         }
         for (uint64_t begin = 0; begin < now; begin += unit, w += step) {
             HC_UNROLLED
             for (uint64_t i = begin; i < begin + unit; i++) {
                 if (i == now)
                     break; /* there is no second input */
-                f32x16 weights[HC_VECTORS];
+                vf weights[HC_VECTORS];
                 HC_UNROLLED
                 for (int v = 0; v < vectors; v++) {
                     weights[v] = widened(w + v * vector, format, i - begin);
                     if (format == HC_F8)
-                        weights[v] = hc_product(weights[v], factors[v]);
+                        weights[v] = weights[v] * factors[v];
                 }
                 HC_UNROLLED
                 for (int r = 0; r < rows; r++) {
-                    f32x16 one = hc_all(x[r * HC_LANES + i]);
+                    vf one = v_all(x[r * HC_LANES + i]);
                     HC_UNROLLED
                     for (int v = 0; v < vectors; v++)
-                        sums[r][v] = hc_fma(one, weights[v], sums[r][v]);
+                        sums[r][v] = v_fma(one, weights[v], sums[r][v]);
                 }
             }
         }
@@ -140,7 +143,7 @@ HC_INLINE void multiply_singly(const int rows, const int vectors, const int form
 #if defined(__AVX512BF16__)
 HC_INLINE void multiply_pairs(const int rows, const hc_piece *piece) {
     const uint64_t step = HC_VECTORS * vector_bytes(HC_BF16);
-    f32x16 sums[HC_MAX_TILE][HC_VECTORS];
+    vf sums[HC_MAX_TILE][HC_VECTORS];
     begin_sums(rows, HC_VECTORS, sums, piece);
     const uint32_t *x = (const uint32_t *)piece->x;
     const char *w = piece->w;
@@ -154,7 +157,7 @@ HC_INLINE void multiply_pairs(const int rows, const hc_piece *piece) {
                 __m512bh one = (__m512bh)_mm512_set1_epi32((int)x[r * HC_LANES + i]);
                 HC_UNROLLED
                 for (int v = 0; v < HC_VECTORS; v++)
-                    sums[r][v] = (f32x16)_mm512_dpbf16_ps(
+                    sums[r][v] = (vf)_mm512_dpbf16_ps(
                         (__m512)sums[r][v], one, (__m512bh)_mm512_loadu_si512(w + v * vector_bytes(HC_BF16)));
             }
         }
@@ -226,8 +229,8 @@ static multiplier *const MULTIPLIERS[HC_FORMATS + 1] = {
 HC_INLINE void widen_all(const char *panel, const int format, uint64_t count, float *out) {
     const uint64_t unit = UNIT(format), vector = vector_bytes(format);
     for (uint64_t i = 0; i < count; i++)
-        for (uint64_t v = 0; v < HC_VECTORS; v++, out += HC_LANES)
-            hc_store(out, widened(panel + (i / unit * HC_VECTORS + v) * vector, format, i % unit));
+        for (uint64_t v = 0; v < HC_VECTORS; v++, out += HC_W)
+            v_store(out, widened(panel + (i / unit * HC_VECTORS + v) * vector, format, i % unit));
 }
 
 static void widen(const char *panel, uint64_t format, uint64_t count, float *out) {
@@ -242,10 +245,9 @@ static void put_together(const hc_linear_op *op, uint64_t first, uint64_t rows, 
     uint64_t in = op->weight->in;
     for (uint64_t r = 0; r < rows; r++) {
         const void *row = first + r < op->op.rows ? hc_at(op->x, (first + r) * op->x_stride, op->type) : NULL;
-        for (uint64_t i = 0; i < in; i += HC_LANES) {
-            uint64_t count = in - i < HC_LANES ? in - i : HC_LANES;
-            f32x16 value = row ? hc_load_as(hc_at(row, i, op->type), count, op->type) : hc_all(0);
-            hc_store(out + i * rows + r * HC_LANES, value);
+        for (uint64_t i = 0; i < hc_round_up(in, HC_LANES); i += HC_W) {
+            vf value = row && i < in ? v_load_up_to_as(hc_at(row, i, op->type), in - i, op->type) : v_all(0);
+            v_store(out + i / HC_LANES * HC_LANES * rows + r * HC_LANES + i % HC_LANES, value);
         }
     }
 }
@@ -327,10 +329,10 @@ static void multiply_tile(const hc_rows *rows, uint64_t first, uint64_t count, c
         piece.left = piece.group - (weight->group ? block->begin % weight->group : 0);
     }
     for (uint64_t v = 0; v < HC_VECTORS; v += at_once) {
-        piece.corner = hc_corner_of(rows->op, rows->sums, first, block->panel * HC_PANEL + v * HC_LANES);
+        piece.corner = hc_corner_of(rows->op, rows->sums, first, block->panel * HC_PANEL + v * HC_W);
         MULTIPLIERS[format](count, &piece);
         piece.w += at_once * vector_bytes(block->format);
-        piece.scales += block->format == HC_F8 ? at_once * HC_LANES : 0;
+        piece.scales += block->format == HC_F8 ? at_once * HC_W : 0;
         piece.ahead.bytes = 0; /* it is asked for already */
     }
 }
@@ -340,8 +342,8 @@ static void widen_scaled(const hc_weight *weight, const hc_block *block, float *
     const uint8_t *stored = (const uint8_t *)block->stored;
     for (uint64_t i = block->begin; i < block->behind; i++) {
         const uint16_t *scales = scales_at(weight, block->panel, i);
-        for (uint64_t v = 0; v < HC_VECTORS; v++, stored += HC_LANES, out += HC_LANES)
-            hc_store(out, hc_product(hc_widen_f8(stored), hc_widen_f16(scales + v * HC_LANES)));
+        for (uint64_t v = 0; v < HC_PANEL; v += HC_W, stored += HC_W, out += HC_W)
+            v_store(out, v_widen_f8(stored) * v_load_as(scales + v, HC_F16));
     }
 }
 

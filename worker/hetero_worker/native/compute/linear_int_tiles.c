@@ -15,7 +15,7 @@ extern hc_kernel HC_NAME(linear_int_tiles), HC_NAME(gated_int_tiles);
 
 #define GROUP HC_X_GROUP
 #define QUADS (GROUP / 4) /* rows of a tile of weights */
-#define ROW_BYTES (HC_VECTORS * HC_TILE_BYTES)
+#define ROW_BYTES (4 * HC_PANEL)
 #define CACHED_BYTES (512u * 1024) /* of x that meet panel after panel */
 
 #define SUM_0 0
@@ -55,22 +55,21 @@ HC_INLINE void scale_group(const hc_piece *piece, uint64_t group, const hc_dots 
     const hc_weight *weight = piece->weight;
     uint64_t at = weight->group ? group * GROUP / weight->group * HC_PANEL : 0;
     const float *x_scales = piece->x.scales + group * HC_TILE_ROWS, *x_sums = piece->x.sums + group * HC_TILE_ROWS;
-    f32x16 scales[HC_VECTORS], minima[HC_VECTORS];
+    vf scales[HC_VECTORS], minima[HC_VECTORS];
     HC_UNROLLED
     for (int v = 0; v < HC_VECTORS; v++) {
-        scales[v] = is_by_row ? hc_all(0) : hc_widen_f16(piece->scales + at + v * HC_LANES);
-        minima[v] = has_minima ? hc_widen_f16(piece->minima + at + v * HC_LANES) : hc_all(0);
+        scales[v] = is_by_row ? v_all(0) : v_load_as(piece->scales + at + v * HC_W, HC_F16);
+        minima[v] = has_minima ? v_load_as(piece->minima + at + v * HC_W, HC_F16) : v_all(0);
     }
     for (int r = 0; r < HC_TILE_ROWS; r++) {
-        f32x16 scale = hc_all(x_scales[r]), of_minima = has_minima ? hc_all(x_sums[r]) : hc_all(0);
+        vf scale = v_all(x_scales[r]), of_minima = has_minima ? v_all(x_sums[r]) : v_all(0);
         HC_UNROLLED
         for (int v = 0; v < HC_VECTORS; v++) {
-            float *to = sums[r] + v * HC_LANES;
-            i32x16 whole;
-            memcpy(&whole, dots[r] + v * HC_LANES, sizeof whole);
-            f32x16 sum = hc_fma(__builtin_convertvector(whole, f32x16), is_by_row ? scale : hc_product(scale, scales[v]),
-                                hc_load(to));
-            hc_store(to, has_minima ? hc_fma(of_minima, minima[v], sum) : sum);
+            float *to = sums[r] + v * HC_W;
+            vi whole;
+            memcpy(&whole, dots[r] + v * HC_W, sizeof whole);
+            vf sum = v_fma(__builtin_convertvector(whole, vf), is_by_row ? scale : scale * scales[v], v_load(to));
+            v_store(to, has_minima ? v_fma(of_minima, minima[v], sum) : sum);
         }
     }
 }
@@ -88,8 +87,8 @@ HC_INLINE void multiply(const int is_by_row, const int has_minima, const hc_piec
     if (is_by_row)
         for (int r = 0; r < HC_TILE_ROWS; r++)
             for (int v = 0; v < HC_VECTORS; v++) {
-                float *to = sums[r] + v * HC_LANES;
-                hc_store(to, hc_load(to) * hc_widen_f16(piece->scales + v * HC_LANES));
+                float *to = sums[r] + v * HC_W;
+                v_store(to, v_load(to) * v_load_as(piece->scales + v * HC_W, HC_F16));
             }
 }
 
@@ -109,15 +108,15 @@ static void spread(const hc_weight *weight, uint64_t panel, uint8_t *out) {
     uint8_t zero = hc_stored_zero(weight);
     int are_floats = weight->format == HC_F4;
     for (uint64_t i = 0; i < inputs; i += unit, out += unit * HC_PANEL)
-        for (int v = 0; v < HC_VECTORS; v++, stored += HC_TILE_BYTES) {
-            u8x64 values = hc_load_bytes(stored), low = values, high;
+        for (uint64_t v = 0; v < ROW_BYTES; v += sizeof(vb), stored += sizeof(vb)) {
+            vb values = v_load_bytes(stored), low = values, high;
             if (unit == 8) {
-                low = hc_low_values(values, are_floats);
-                high = hc_high_values(values, are_floats) - zero;
-                memcpy(out + ROW_BYTES + v * HC_TILE_BYTES, &high, sizeof high);
+                low = v_low_values(values, are_floats);
+                high = v_high_values(values, are_floats) - zero;
+                memcpy(out + ROW_BYTES + v, &high, sizeof high);
             }
             low -= zero;
-            memcpy(out + v * HC_TILE_BYTES, &low, sizeof low);
+            memcpy(out + v, &low, sizeof low);
         }
     memset(out, 0, (hc_round_up(weight->in, HC_X_UNIT) - inputs) * HC_PANEL);
 }
@@ -143,7 +142,7 @@ static void multiply_rows(const hc_linear_op *op, const hc_gated_op *gated, cons
         hc_amx_wrote();
         for (uint64_t tile = first; tile < behind; tile++) {
             hc_corner corner = hc_corner_of(&result, NULL, tile * HC_TILE_ROWS, panel * HC_PANEL);
-            hc_ask_for_corner(&corner, HC_TILE_ROWS, HC_VECTORS);
+            hc_ask_for_corner(&corner, HC_TILE_ROWS, HC_PANEL);
             for (uint64_t side = 0; side < sides; side++) {
                 pieces[side].x = hc_quantized_at(weight, (char *)op->scratch + tile * tile_bytes, HC_TILE_ROWS);
                 multiply_piece(&pieces[side], sums[side], amx);
@@ -151,7 +150,7 @@ static void multiply_rows(const hc_linear_op *op, const hc_gated_op *gated, cons
             if (gated)
                 hc_write_gated(op, gated, &corner, HC_TILE_ROWS, sums[0][0], sums[1][0]);
             else
-                hc_write_tile(&corner, HC_TILE_ROWS, HC_VECTORS, (const f32x16 *)sums[0], 1, 1);
+                hc_write_tile(&corner, HC_TILE_ROWS, HC_PANEL, sums[0][0], 1, 1);
         }
     }
 }

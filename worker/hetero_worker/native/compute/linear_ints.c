@@ -7,20 +7,26 @@
 #include "small_floats.h"
 #include "tiles.h"
 
-/* Rows and vectors of a panel at once: a tile of TILE rows with VECTORS, or of up to HIGH_TILE with one. The high one reads
- * each weight once for more rows, the other each number of x for more weights. */
+/* Rows and vectors of a panel at once: a tile of TILE rows with VECTORS, or of up to HIGH_TILE with HIGH_VECTORS. The high
+ * one reads each weight once for more rows, the other each number of x for more weights. */
 #if defined(__AVX512F__)
 #define TILE 6
 #define VECTORS HC_VECTORS
 #define HIGH_TILE 12
+#define HIGH_VECTORS 1
+#elif defined(__AVX2__)
+#define TILE 4
+#define VECTORS 2
+#define HIGH_TILE TILE
+#define HIGH_VECTORS VECTORS
 #else
 #define TILE 2
-#define VECTORS 1
-#define HIGH_TILE 2
+#define VECTORS 4
+#define HIGH_TILE TILE
+#define HIGH_VECTORS VECTORS
 #endif
 /* Up to so many tiles are high: two of 4-bit weights too, which then need not be spread. */
 #define HIGH_TILES(weight) (hc_has_nibbles(weight) ? 2 : 1)
-#define VECTOR_BYTES 64 /* of values */
 #define CACHED_BYTES (384u * 1024) /* of x that are gone through for panel after panel */
 #define AHEAD_NUMBERS 512          /* bytes of scales, and of minima, that are asked for ahead */
 
@@ -41,32 +47,71 @@ typedef struct {
 
 /* sums += dot products of `count` inputs, a multiple of 4 (where two lie in a byte: of 8). */
 HC_INLINE void add_dots(const int rows, const int vectors, const int kind, const uint8_t *w, const int8_t *x,
-                        uint64_t count, i32x16 (*sums)[HC_VECTORS]) {
+                        uint64_t count, vi (*sums)[HC_VECTORS]) {
     const uint64_t inputs = ARE_PACKED(kind) ? 8 : 4;
-    for (const int8_t *end = x + count; x < end; x += inputs, w += HC_VECTORS * VECTOR_BYTES) {
-        u8x64 weights[HC_VECTORS], low[HC_VECTORS];
+    for (const int8_t *end = x + count; x < end; x += inputs, w += 4 * HC_PANEL) {
+        vb weights[HC_VECTORS], low[HC_VECTORS];
         HC_UNROLLED
         for (int v = 0; v < vectors; v++) {
-            weights[v] = hc_load_bytes(w + v * VECTOR_BYTES);
-            low[v] = ARE_PACKED(kind) ? hc_low_values(weights[v], kind == FLOAT_NIBBLES) : weights[v];
+            weights[v] = v_load_bytes(w + v * sizeof(vb));
+            low[v] = ARE_PACKED(kind) ? v_low_values(weights[v], kind == FLOAT_NIBBLES) : weights[v];
         }
         HC_UNROLLED
         for (int r = 0; r < rows; r++)
             HC_UNROLLED
             for (int v = 0; v < vectors; v++)
-                sums[r][v] = hc_dot(sums[r][v], low[v], x + r * HC_X_UNIT, kind != BYTES);
+                sums[r][v] = v_dot(sums[r][v], low[v], x + r * HC_X_UNIT, kind != BYTES);
         if (!ARE_PACKED(kind))
             continue;
         HC_UNROLLED
         for (int v = 0; v < vectors; v++)
-            weights[v] = hc_high_values(weights[v], kind == FLOAT_NIBBLES);
+            weights[v] = v_high_values(weights[v], kind == FLOAT_NIBBLES);
         HC_UNROLLED
         for (int r = 0; r < rows; r++)
             HC_UNROLLED
             for (int v = 0; v < vectors; v++)
-                sums[r][v] = hc_dot(sums[r][v], weights[v], x + r * HC_X_UNIT + 4, 1);
+                sums[r][v] = v_dot(sums[r][v], weights[v], x + r * HC_X_UNIT + 4, 1);
     }
 }
+
+#if HC_HAS_PAIRS
+/* The same of small weights. */
+HC_INLINE void add_pairs(const int rows, const int vectors, const int kind, const uint8_t *w, const int8_t *x,
+                         uint64_t count, vi (*sums)[HC_VECTORS]) {
+    const uint64_t inputs = ARE_PACKED(kind) ? 8 : 4;
+    for (const int8_t *end = x + count; x < end;) {
+        __m256i pairs[HC_MAX_TILE][HC_VECTORS];
+        HC_UNROLLED
+        for (int r = 0; r < rows; r++)
+            HC_UNROLLED
+            for (int v = 0; v < vectors; v++)
+                pairs[r][v] = _mm256_setzero_si256();
+        const int8_t *behind = end - x < HC_MOST_PAIRED ? end : x + HC_MOST_PAIRED;
+        for (; x < behind; x += inputs, w += 4 * HC_PANEL)
+            HC_UNROLLED
+            for (uint64_t half = 0; half < inputs / 4; half++) {
+                vb weights[HC_VECTORS];
+                HC_UNROLLED
+                for (int v = 0; v < vectors; v++) {
+                    weights[v] = v_load_bytes(w + v * sizeof(vb));
+                    if (ARE_PACKED(kind))
+                        weights[v] = half ? v_high_values(weights[v], kind == FLOAT_NIBBLES)
+                                          : v_low_values(weights[v], kind == FLOAT_NIBBLES);
+                }
+                HC_UNROLLED
+                for (int r = 0; r < rows; r++)
+                    HC_UNROLLED
+                    for (int v = 0; v < vectors; v++)
+                        pairs[r][v] = v_add_pairs(pairs[r][v], weights[v], x + r * HC_X_UNIT + 4 * half);
+            }
+        HC_UNROLLED
+        for (int r = 0; r < rows; r++)
+            HC_UNROLLED
+            for (int v = 0; v < vectors; v++)
+                sums[r][v] = v_add_paired(sums[r][v], pairs[r][v]);
+    }
+}
+#endif
 
 HC_INLINE void multiply(const int rows, const int vectors, const int kind, const int is_by_row, const int has_minima,
                         const hc_piece *piece) {
@@ -76,24 +121,29 @@ HC_INLINE void multiply(const int rows, const int vectors, const int kind, const
     hc_quantized x = piece->x;
     const uint8_t *w = piece->values;
     if (rows > 1)
-        hc_ask_for_corner(&piece->corner, (uint64_t)rows, (uint64_t)vectors);
-    f32x16 sums[HC_MAX_TILE][HC_VECTORS];
+        hc_ask_for_corner(&piece->corner, (uint64_t)rows, (uint64_t)vectors * HC_W);
+    vf sums[HC_MAX_TILE][HC_VECTORS];
     HC_UNROLLED
     for (int r = 0; r < rows; r++)
         HC_UNROLLED
         for (int v = 0; v < vectors; v++)
-            sums[r][v] = hc_all(0);
+            sums[r][v] = v_all(0);
     for (uint64_t begin = 0, asked = 0, at = 0; begin < in;) {
         uint64_t count = in - begin < group ? in - begin : group;
         hc_ask_for(&piece->ahead, asked);
         asked += piece->ahead_step;
-        i32x16 dots[HC_MAX_TILE][HC_VECTORS];
+        vi dots[HC_MAX_TILE][HC_VECTORS];
         HC_UNROLLED
         for (int r = 0; r < rows; r++)
             HC_UNROLLED
             for (int v = 0; v < vectors; v++)
-                dots[r][v] = hc_all_ints(x.starts[r]);
-        add_dots(rows, vectors, kind, w, x.q, count, dots);
+                dots[r][v] = v_all_of(x.starts[r]);
+#if HC_HAS_PAIRS
+        if (kind != BYTES)
+            add_pairs(rows, vectors, kind, w, x.q, count, dots);
+        else
+#endif
+            add_dots(rows, vectors, kind, w, x.q, count, dots);
         if (begin == next_scale) {
             next_scale += weight->group;
             at += HC_PANEL;
@@ -101,21 +151,21 @@ HC_INLINE void multiply(const int rows, const int vectors, const int kind, const
             if (has_minima)
                 __builtin_prefetch((const char *)(piece->minima + at) + AHEAD_NUMBERS);
         }
-        f32x16 scales[HC_VECTORS], minima[HC_VECTORS];
+        vf scales[HC_VECTORS], minima[HC_VECTORS];
         HC_UNROLLED
         for (int v = 0; v < vectors; v++) {
-            scales[v] = is_by_row ? hc_all(0) : hc_widen_f16(piece->scales + at + v * HC_LANES);
-            minima[v] = has_minima ? hc_widen_f16(piece->minima + at + v * HC_LANES) : hc_all(0);
+            scales[v] = is_by_row ? v_all(0) : v_load_as(piece->scales + at + v * HC_W, HC_F16);
+            minima[v] = has_minima ? v_load_as(piece->minima + at + v * HC_W, HC_F16) : v_all(0);
         }
         HC_UNROLLED
         for (int r = 0; r < rows; r++) {
-            f32x16 scale = hc_all(x.scales[r]), sum = hc_all(x.sums[r]);
+            vf scale = v_all(x.scales[r]), sum = v_all(x.sums[r]);
             HC_UNROLLED
             for (int v = 0; v < vectors; v++) {
-                f32x16 dot = __builtin_convertvector(dots[r][v], f32x16);
-                sums[r][v] = hc_fma(dot, is_by_row ? scale : hc_product(scale, scales[v]), sums[r][v]);
+                vf dot = __builtin_convertvector(dots[r][v], vf);
+                sums[r][v] = v_fma(dot, is_by_row ? scale : scale * scales[v], sums[r][v]);
                 if (has_minima)
-                    sums[r][v] = hc_fma(sum, minima[v], sums[r][v]);
+                    sums[r][v] = v_fma(sum, minima[v], sums[r][v]);
             }
         }
         w += group * HC_PANEL / (ARE_PACKED(kind) ? 2 : 1);
@@ -127,13 +177,15 @@ HC_INLINE void multiply(const int rows, const int vectors, const int kind, const
         if (begin % HC_X_UNIT == 0)
             x.q += (rows - 1) * HC_X_UNIT;
     }
-    f32x16 out[HC_MAX_TILE * HC_VECTORS];
+    float out[HC_MAX_TILE * HC_PANEL];
     HC_UNROLLED
     for (int r = 0; r < rows; r++)
         HC_UNROLLED
-        for (int v = 0; v < vectors; v++)
-            out[r * vectors + v] = is_by_row ? sums[r][v] * hc_widen_f16(piece->scales + v * HC_LANES) : sums[r][v];
-    hc_write_tile(&piece->corner, (uint64_t)rows, (uint64_t)vectors, out, 1, 1);
+        for (int v = 0; v < vectors; v++) {
+            vf scale = is_by_row ? v_load_as(piece->scales + v * HC_W, HC_F16) : v_all(1);
+            v_store(out + (r * vectors + v) * HC_W, is_by_row ? sums[r][v] * scale : sums[r][v]);
+        }
+    hc_write_tile(&piece->corner, (uint64_t)rows, (uint64_t)vectors * HC_W, out, 1, 1);
 }
 
 #define ROWS_CASE(n, most, vectors)                                                                                    \
@@ -144,21 +196,26 @@ HC_INLINE void multiply(const int rows, const int vectors, const int kind, const
 
 HC_INLINE void multiply_rows(uint64_t rows, uint64_t vectors, const int kind, const int is_by_row, const int has_minima,
                              const hc_piece *piece) {
-    if (vectors == HC_VECTORS)
+    if (rows == 1) {
+        multiply(1, HC_VECTORS, kind, is_by_row, has_minima, piece);
+        return;
+    }
+    if (vectors == VECTORS)
         switch (rows) {
-            ROWS_CASE(1, TILE, HC_VECTORS)
             ROWS_CASE(2, TILE, VECTORS)
             ROWS_CASE(4, TILE, VECTORS)
             ROWS_CASE(6, TILE, VECTORS)
         }
+#if HIGH_TILE > TILE
     switch (rows) {
-        ROWS_CASE(2, HIGH_TILE, 1)
-        ROWS_CASE(4, HIGH_TILE, 1)
-        ROWS_CASE(6, HIGH_TILE, 1)
-        ROWS_CASE(8, HIGH_TILE, 1)
-        ROWS_CASE(10, HIGH_TILE, 1)
-        ROWS_CASE(12, HIGH_TILE, 1)
+        ROWS_CASE(2, HIGH_TILE, HIGH_VECTORS)
+        ROWS_CASE(4, HIGH_TILE, HIGH_VECTORS)
+        ROWS_CASE(6, HIGH_TILE, HIGH_VECTORS)
+        ROWS_CASE(8, HIGH_TILE, HIGH_VECTORS)
+        ROWS_CASE(10, HIGH_TILE, HIGH_VECTORS)
+        ROWS_CASE(12, HIGH_TILE, HIGH_VECTORS)
     }
+#endif
 }
 
 typedef void multiplier(uint64_t rows, uint64_t vectors, const hc_piece *piece);
@@ -188,11 +245,11 @@ static multiplier *multiplier_of(const hc_weight *weight, int is_spread) {
 }
 
 static void spread(const uint8_t *panel, uint64_t inputs, int are_floats, uint8_t *out) {
-    for (uint64_t i = 0; i < inputs; i += 8, out += HC_VECTORS * VECTOR_BYTES)
-        for (int v = 0; v < HC_VECTORS; v++, panel += VECTOR_BYTES, out += VECTOR_BYTES) {
-            u8x64 weights = hc_load_bytes(panel), low = hc_low_values(weights, are_floats), high = hc_high_values(weights, are_floats);
+    for (uint64_t i = 0; i < inputs; i += 8, out += 4 * HC_PANEL)
+        for (uint64_t v = 0; v < 4 * HC_PANEL; v += sizeof(vb), panel += sizeof(vb), out += sizeof(vb)) {
+            vb weights = v_load_bytes(panel), low = v_low_values(weights, are_floats), high = v_high_values(weights, are_floats);
             memcpy(out, &low, sizeof low);
-            memcpy(out + HC_VECTORS * VECTOR_BYTES, &high, sizeof high);
+            memcpy(out + 4 * HC_PANEL, &high, sizeof high);
         }
 }
 
@@ -217,7 +274,7 @@ static void quantize_tiles(const hc_rows *rows, uint64_t begin, uint64_t end) {
 
 static uint64_t vectors_at_once(const hc_tiles *tiles) {
     uint64_t highest = hc_highest_tile(tiles);
-    return highest == 1 ? HC_VECTORS : highest <= TILE ? VECTORS : 1;
+    return highest == 1 ? HC_VECTORS : highest <= TILE ? VECTORS : HIGH_VECTORS;
 }
 
 /* The part's tiles with its panels, one after another. */
@@ -245,11 +302,11 @@ static void multiply_part(const hc_rows *rows, const hc_part *part, uint8_t *buf
                               .ahead = hc_ahead_of(&stream, stored, tile - part->first_tile),
                               .ahead_step = ahead_step};
             for (uint64_t v = 0; v < HC_VECTORS; v += at_once) {
-                piece.corner = hc_corner_of(rows->op, NULL, first, panel * HC_PANEL + v * HC_LANES);
+                piece.corner = hc_corner_of(rows->op, NULL, first, panel * HC_PANEL + v * HC_W);
                 run(count, at_once, &piece);
-                piece.values += at_once * VECTOR_BYTES;
-                piece.scales += at_once * HC_LANES;
-                piece.minima += piece.minima ? at_once * HC_LANES : 0;
+                piece.values += at_once * sizeof(vb);
+                piece.scales += at_once * HC_W;
+                piece.minima += piece.minima ? at_once * HC_W : 0;
                 piece.ahead.bytes = 0; /* it is asked for already */
             }
         }

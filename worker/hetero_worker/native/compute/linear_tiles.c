@@ -57,7 +57,7 @@ static void write_sums(const hc_rows *rows, const hc_corner *corner, const float
     if (rows->gated)
         hc_write_gated(rows->op, rows->gated, corner, most, sums, sums + HC_HIGH_ROWS * HC_PANEL);
     else
-        hc_write_tile(corner, most, HC_VECTORS, (const f32x16 *)sums, 1, 1);
+        hc_write_tile(corner, most, HC_PANEL, sums, 1, 1);
 }
 
 /* What is gone through at a time: rows that are multiplied at once, inputs, panels. */
@@ -93,7 +93,7 @@ static void multiply_batch(const hc_rows *rows, const hc_part *part, const hc_ba
                 float *of_corner = batch->steps < rows->steps ? kept + ((panel - part->first_panel) * high + i) * sides * of_side : sums;
                 hc_corner corner = hc_corner_of(&rows->result, NULL, first * HC_HIGH_ROWS, panel * HC_PANEL);
                 if (is_last)
-                    hc_ask_for_corner(&corner, tiles * HC_TILE_ROWS, HC_VECTORS);
+                    hc_ask_for_corner(&corner, tiles * HC_TILE_ROWS, HC_PANEL);
                 piece.x = rows->x + 2 * first * rows->of_tile + step * rows->terms * HC_TERM_BYTES;
                 for (uint64_t side = 0; side < sides; side++) {
                     piece.w = (const char *)hc_panel(weight, panel + side * panels_of(rows)) + step * HC_STEP_BYTES;

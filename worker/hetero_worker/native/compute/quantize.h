@@ -23,7 +23,7 @@ static inline hc_quantized hc_quantized_at(const hc_weight *weight, void *at, ui
     return (hc_quantized){q, starts, scales, scales + hc_x_groups(weight) * rows};
 }
 
-/* What a weight's numbers are more than they stand for, as hc_dot sees them. */
+/* What a weight's numbers are more than they stand for, as v_dot sees them. */
 static inline int32_t hc_zero_of(const hc_weight *weight) {
     return weight->format == HC_I8 && HC_DOT_TAKES_ZERO ? 0 : hc_stored_zero(weight);
 }
@@ -32,27 +32,26 @@ static inline int32_t hc_zero_of(const hc_weight *weight) {
  * for scale, and so has what is multiplied with it. */
 static inline void hc_quantize_group(const void *x, uint64_t type, uint64_t count, int8_t *q, float *scale,
                                      int32_t *sum) {
-    f32x16 v[HC_X_UNIT / HC_LANES];
-    uint64_t vectors = (count + HC_LANES - 1) / HC_LANES;
-    i32x16 largest = hc_all_ints(0), total = hc_all_ints(0);
+    vf v[HC_X_GROUP / HC_W];
+    uint64_t vectors = hc_round_up(count, HC_LANES) / HC_W;
+    vi largest = v_all_of(0), total = v_all_of(0);
     for (uint64_t i = 0; i < vectors; i++) {
-        uint64_t left = count - i * HC_LANES;
-        v[i] = hc_load_as(hc_at(x, i * HC_LANES, type), left < HC_LANES ? left : HC_LANES, type);
-        largest = hc_greater(largest, (i32x16)v[i] & 0x7fffffff); /* magnitudes are in order as whole numbers */
+        uint64_t begin = i * HC_W;
+        v[i] = count > begin ? v_load_up_to_as(hc_at(x, begin, type), count - begin, type) : v_all(0);
+        largest = v_greater(largest, (vi)v[i] & 0x7fffffff); /* magnitudes are in order as whole numbers */
     }
-    int32_t bits = hc_greatest(largest);
+    int32_t bits = v_greatest(largest);
     float magnitude, inverse;
     memcpy(&magnitude, &bits, sizeof bits);
     int is_number = bits < 0x7f800000;
     inverse = is_number && magnitude > 1e-30f ? 127.0f / magnitude : 0.0f;
     *scale = is_number ? magnitude > 1e-30f ? magnitude / 127.0f : 0.0f : NAN;
     for (uint64_t i = 0; i < vectors; i++) {
-        i32x16 rounded = is_number ? hc_round(hc_product(v[i], hc_all(inverse))) : hc_all_ints(0);
+        vi rounded = is_number ? v_round(v[i] * inverse) : v_all_of(0);
         total += rounded;
-        i8x16 bytes = __builtin_convertvector(rounded, i8x16);
-        memcpy(q + i * HC_LANES, &bytes, sizeof bytes);
+        v_store_as_bytes(q + i * HC_W, rounded);
     }
-    *sum = hc_sum_ints(total);
+    *sum = v_sum_ints(total);
 }
 
 /* A row of x as row `r` of a tile of `rows`; zeros if x has no such row. */

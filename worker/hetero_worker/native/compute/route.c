@@ -5,74 +5,66 @@
  * until one is left; blocks' vectors are added in their order; then lanes are halved as the vectors were. What is missing of
  * the last block is 0. */
 #include "choosing.h"
-#include "isa.h"
 #include "route.h"
+#include "vectors.h"
 
 extern hc_kernel HC_NAME(route);
 
 #define INLINE static inline __attribute__((always_inline))
 
-INLINE f32x16 term(const float *a, const float *b, int at) {
-    f32x16 x = hc_load(a + at * HC_LANES);
-    return b ? x * hc_load(b + at * HC_LANES) : x;
+INLINE vf term(const float *a, const float *b, int at) {
+    vf x = v_load(a + at * HC_LANES);
+    return b ? x * v_load(b + at * HC_LANES) : x;
 }
 
-INLINE f32x16 of_two(const float *a, const float *b, int at) { return term(a, b, at) + term(a, b, at + 8); }
+INLINE vf of_two(const float *a, const float *b, int at) { return term(a, b, at) + term(a, b, at + 8); }
 
-INLINE f32x16 of_four(const float *a, const float *b, int at) { return of_two(a, b, at) + of_two(a, b, at + 4); }
+INLINE vf of_four(const float *a, const float *b, int at) { return of_two(a, b, at) + of_two(a, b, at + 4); }
 
-INLINE f32x16 of_eight(const float *a, const float *b, int at) { return of_four(a, b, at) + of_four(a, b, at + 2); }
+INLINE vf of_eight(const float *a, const float *b, int at) { return of_four(a, b, at) + of_four(a, b, at + 2); }
 
 /* The sum of a[i] * b[i], or of a[i] if b is NULL; both are filled up with zeros to whole blocks. */
 INLINE float sum_of(const float *a, const float *b, uint64_t count) {
-    f32x16 total = hc_all(0);
-    for (uint64_t i = 0; i < count; i += HC_SUM_BLOCK) {
-        const float *its = b ? b + i : NULL;
-        f32x16 block = of_eight(a + i, its, 0) + of_eight(a + i, its, 1);
-        total = i ? total + block : block;
+    float lanes[HC_LANES];
+    for (uint64_t lane = 0; lane < HC_LANES; lane += HC_W) {
+        vf total = v_all(0);
+        for (uint64_t i = lane; i < count; i += HC_SUM_BLOCK) {
+            const float *its = b ? b + i : NULL;
+            vf block = of_eight(a + i, its, 0) + of_eight(a + i, its, 1);
+            total = i > lane ? total + block : block;
+        }
+        v_store(lanes + lane, total);
     }
-    return hc_sum(total);
+    for (int half = HC_LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++)
+            lanes[i] += lanes[i + half];
+    return lanes[0];
 }
 
 /* Floats of any format, filled up with zeros to whole blocks. */
 static void widen_row(const void *from, uint64_t type, uint64_t count, float *to) {
     uint64_t i = 0;
-    for (; i + HC_LANES <= count; i += HC_LANES) {
-        const void *at = hc_at(from, i, type);
-        hc_store(to + i, type == HC_F32    ? hc_load(at)
-                         : type == HC_BF16 ? hc_widen_bf16(at)
-                                           : hc_widen_f16(at));
-    }
-    if (i < count) {
-        uint16_t bits[HC_LANES] = {0};
-        if (type != HC_F32)
-            memcpy(bits, hc_at(from, i, type), (count - i) * sizeof *bits);
-        hc_store(to + i, type == HC_F32    ? hc_load_some((const float *)from + i, count - i)
-                         : type == HC_BF16 ? hc_widen_bf16(bits)
-                                           : hc_widen_f16(bits));
-        i += HC_LANES;
-    }
+    for (; i < count; i += HC_W)
+        v_store(to + i, v_load_up_to_as(hc_at(from, i, type), count - i, type));
     memset(to + i, 0, (hc_round_up(count, HC_SUM_BLOCK) - i) * sizeof *to);
 }
 
-INLINE f32x16 choose(i32x16 mask, f32x16 a, f32x16 b) { return (f32x16)((mask & (i32x16)a) | (~mask & (i32x16)b)); }
-
 /* e to the x, of x no further from 0 than 86: with x = n ln 2 + r it is 2^n (1 + r + r^2 q(r)). What is no number stays so. */
-static f32x16 exponential(f32x16 x) {
-    const f32x16 lowest = hc_all(-86.0f), highest = hc_all(86.0f), rounding = hc_all(0x1.8p23f);
-    x = choose(x < lowest, lowest, x);
-    x = choose(x > highest, highest, x);
-    f32x16 shifted = x * 0x1.715476p0f + rounding; /* its last bits are n */
-    f32x16 n = shifted - rounding;
-    f32x16 r = x - n * 0x1.62e4p-1f;
+INLINE vf exponential(vf x) {
+    const vf lowest = v_all(-86.0f), highest = v_all(86.0f), rounding = v_all(0x1.8p23f);
+    x = v_choose(x < lowest, lowest, x);
+    x = v_choose(x > highest, highest, x);
+    vf shifted = x * 0x1.715476p0f + rounding; /* its last bits are n */
+    vf n = shifted - rounding;
+    vf r = x - n * 0x1.62e4p-1f;
     r = r - n * 0x1.7f7d1cp-20f;
-    f32x16 q = r * 0.00139337332f + 0.00836323538f;
+    vf q = r * 0.00139337332f + 0.00836323538f;
     q = q * r + 0.0416664642f;
     q = q * r + 0.166665766f;
     q = q * r + 0.5f;
-    f32x16 power = q * (r * r) + r + 1.0f;
-    i32x16 exponent = ((i32x16)shifted - (i32x16)rounding + 127) << 23;
-    return power * (f32x16)exponent;
+    vf power = q * (r * r) + r + 1.0f;
+    vi exponent = ((vi)shifted - (vi)rounding + 127) << 23;
+    return power * (vf)exponent;
 }
 
 /* 1 over the root of what is more than 0, in Newton's steps: roots are not rounded alike everywhere. */
@@ -130,17 +122,16 @@ static void keep_groups(const hc_choice *row) {
 static void choose_experts(const hc_choice *row) {
     const hc_route_op *op = row->op;
     uint64_t last = 0;
-    for (uint64_t i = 0; i < op->experts; i += HC_LANES) {
-        f32x16 logits = hc_load(row->logits + i);
+    for (uint64_t i = 0; i < op->experts; i += HC_W) {
+        vf logits = v_load(row->logits + i);
         if (op->bias)
-            logits = logits + hc_load_as(op->bias + i, op->experts - i < HC_LANES ? op->experts - i : HC_LANES, HC_F32);
-        f32x16 scores = op->score == HC_SIGMOID ? 1.0f / (exponential(-logits) + 1.0f) : logits, preferred = scores;
+            logits = logits + v_load_up_to(op->bias + i, op->experts - i);
+        vf scores = op->score == HC_SIGMOID ? 1.0f / (exponential(-logits) + 1.0f) : logits, preferred = scores;
         if (op->correction)
-            preferred = scores + hc_load_as(op->correction + i,
-                                            op->experts - i < HC_LANES ? op->experts - i : HC_LANES, HC_F32);
-        hc_store(row->logits + i, logits);
-        hc_store(row->scores + i, scores);
-        hc_store(row->preferred + i, preferred);
+            preferred = scores + v_load_up_to(op->correction + i, op->experts - i);
+        v_store(row->logits + i, logits);
+        v_store(row->scores + i, scores);
+        v_store(row->preferred + i, preferred);
     }
     if (op->kept_groups < op->groups)
         keep_groups(row);
@@ -156,10 +147,8 @@ static float sum_own(const hc_choice *row, uint64_t count) {
 }
 
 static void exponentials(const float *logits, uint64_t count, float largest, float *to) {
-    for (uint64_t i = 0; i < count; i += HC_LANES) {
-        uint64_t left = count - i < HC_LANES ? count - i : HC_LANES;
-        hc_store_as(to + i, exponential(hc_load_as(logits + i, left, HC_F32) - largest), left, HC_F32);
-    }
+    for (uint64_t i = 0; i < count; i += HC_W)
+        v_store_up_to(to + i, exponential(v_load_up_to(logits + i, count - i) - largest), count - i);
 }
 
 static void weigh(const hc_choice *row) {
@@ -210,8 +199,8 @@ static void prepare(const hc_route_op *op, const hc_route_room *room, uint64_t f
         widen_row(hc_at(op->hidden, (first + row) * op->width, op->type), op->type, op->width, normed);
         float mean = sum_of(normed, normed, room->width) * inverse;
         scratch[room->factors + row] = inverse_root(mean + eps);
-        for (uint64_t i = 0; i < room->width; i += HC_LANES)
-            hc_store(normed + i, hc_load(normed + i) * hc_load(own + i));
+        for (uint64_t i = 0; i < room->width; i += HC_W)
+            v_store(normed + i, v_load(normed + i) * v_load(own + i));
     }
 }
 

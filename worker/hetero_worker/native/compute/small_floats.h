@@ -16,54 +16,47 @@ static inline uint64_t hc_float_width(uint64_t format) { return format == HC_F8 
 /* The 16-bit float of an 8-bit one, divided by 256. */
 static inline uint16_t hc_half_of_f8(uint8_t bits) { return (uint16_t)((bits & 0x80u) << 8 | (bits & 0x7fu) << 7); }
 
-/* 16 of them, divided by 256. */
-static inline f32x16 hc_widen_f8(const uint8_t *p) {
+/* HC_W of them, divided by 256. */
+V_INLINE vf v_widen_f8(const uint8_t *p) {
 #if defined(__AVX512F__) && defined(__AVX512VL__) && defined(__AVX512BW__)
     __m256i shifted = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), 7);
-    return (f32x16)_mm512_cvtph_ps(_mm256_and_si256(shifted, _mm256_set1_epi16((short)0xbfff)));
+    return (vf)_mm512_cvtph_ps(_mm256_and_si256(shifted, _mm256_set1_epi16((short)0xbfff)));
+#elif defined(__AVX2__)
+    __m128i shifted = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)(const void *)p)), 7);
+    return (vf)_mm256_cvtph_ps(_mm_and_si128(shifted, _mm_set1_epi16((short)0xbfff)));
 #else
-    uint16_t halves[HC_LANES];
-    for (int i = 0; i < HC_LANES; i++)
+    uint16_t halves[HC_W];
+    for (int i = 0; i < HC_W; i++)
         halves[i] = hc_half_of_f8(p[i]);
-    return hc_widen_f16(halves);
+    return v_load_as(halves, HC_F16);
 #endif
 }
 
 /* Twice each float, and HC_F4_ZERO, by its bits, which are below 16. */
-static inline u8x64 hc_looked_up(u8x64 codes) {
+V_INLINE vb v_looked_up(vb codes) {
 #if defined(__AVX512BW__)
-    __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(HC_F4_TABLE));
-    return (u8x64)_mm512_shuffle_epi8(table, (__m512i)codes);
+    return (vb)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(HC_F4_TABLE)), (__m512i)codes);
 #elif defined(__AVX2__)
-    __m256i halves[2], table = _mm256_broadcastsi128_si256(_mm_setr_epi8(HC_F4_TABLE));
-    memcpy(halves, &codes, sizeof codes);
-    for (int i = 0; i < 2; i++)
-        halves[i] = _mm256_shuffle_epi8(table, halves[i]);
-    memcpy(&codes, halves, sizeof codes);
-    return codes;
+    return (vb)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_setr_epi8(HC_F4_TABLE)), (__m256i)codes);
 #else
     static const uint8_t table[16] = {HC_F4_TABLE};
 #if defined(__aarch64__)
-    uint8x16_t parts[4], values = vld1q_u8(table);
-    memcpy(parts, &codes, sizeof codes);
-    for (int i = 0; i < 4; i++)
-        parts[i] = vqtbl1q_u8(values, parts[i]);
-    memcpy(&codes, parts, sizeof codes);
+    return (vb)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)codes);
 #else
-    for (int i = 0; i < 64; i++)
+    for (uint64_t i = 0; i < sizeof codes; i++)
         codes[i] = table[codes[i]];
-#endif
     return codes;
+#endif
 #endif
 }
 
 /* Values of 4 bits, whole numbers or floats, in the low and in the high halves of bytes. */
-static inline __attribute__((always_inline)) u8x64 hc_low_values(u8x64 bytes, const int are_floats) {
-    return are_floats ? hc_looked_up(hc_low_nibbles(bytes)) : hc_low_nibbles(bytes);
+V_INLINE vb v_low_values(vb bytes, const int are_floats) {
+    return are_floats ? v_looked_up(v_low_nibbles(bytes)) : v_low_nibbles(bytes);
 }
 
-static inline __attribute__((always_inline)) u8x64 hc_high_values(u8x64 bytes, const int are_floats) {
-    return are_floats ? hc_looked_up(hc_high_nibbles(bytes)) : hc_high_nibbles(bytes);
+V_INLINE vb v_high_values(vb bytes, const int are_floats) {
+    return are_floats ? v_looked_up(v_high_nibbles(bytes)) : v_high_nibbles(bytes);
 }
 
 #endif

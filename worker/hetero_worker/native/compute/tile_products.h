@@ -16,7 +16,7 @@
 #include "tiles.h"
 
 #define HC_STEP_BYTES (HC_PAIRED_INPUTS * HC_PANEL * sizeof(uint16_t)) /* of a panel, for a tile's inputs */
-#define HC_PAIR_BYTES (HC_VECTORS * HC_TILE_BYTES)                     /* of a panel, for a pair */
+#define HC_PAIR_BYTES (2 * HC_PANEL * sizeof(uint16_t))                /* of a panel, for a pair */
 #define HC_TERM_BYTES (HC_TILE_ROWS * HC_TILE_BYTES)
 
 /* Tiles: four sums [rows][vector], two of rows, two of weights. */

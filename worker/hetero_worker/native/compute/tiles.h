@@ -4,13 +4,13 @@
 #ifndef HETERO_TILES_H
 #define HETERO_TILES_H
 
-#include "isa.h"
 #include "packing.h"
+#include "vectors.h"
 
 #define HC_UNROLLED _Pragma("GCC unroll 16")
 #define HC_INLINE static inline __attribute__((always_inline))
 #define HC_MAX_TILE 12
-#define HC_VECTORS (HC_PANEL / HC_LANES) /* of 16 lanes, in a panel */
+#define HC_VECTORS (HC_PANEL / HC_W) /* in a panel */
 
 /* Rows in tiles of at most `most`, an even number, as even as can be; all but a tile of one row have an even number, the
  * last one of them may not exist. */
@@ -111,10 +111,10 @@ static inline hc_corner hc_corner_of(const hc_linear_op *op, float *sums, uint64
 
 /* Asks for what hc_write_tile is going to write, before the sums are made: in long prompts, and where other members of the
  * group read it, y is not in this core's cache. */
-HC_INLINE void hc_ask_for_corner(const hc_corner *corner, uint64_t rows, uint64_t vectors) {
+HC_INLINE void hc_ask_for_corner(const hc_corner *corner, uint64_t rows, uint64_t columns) {
     const hc_linear_op *op = corner->op;
     const char *y = hc_to(op->y, corner->row * op->y_stride + corner->column, op->y_type);
-    uint64_t width = hc_width_of(op->y_type), bytes = vectors * HC_LANES * width;
+    uint64_t width = hc_width_of(op->y_type), bytes = columns * width;
     for (uint64_t row = 0; row < rows && row < corner->rows; row++, y += op->y_stride * width)
         for (uint64_t at = 0; at < bytes; at += HC_LINE)
             __builtin_prefetch(y + at, 1);
@@ -127,52 +127,50 @@ typedef struct {
     const void *bias; /* or NULL */
 } hc_row;
 
-/* Adds 16 columns of a row to the sum of the blocks before, unless is_first. The last block's sum, and the bias, go to y. */
-HC_INLINE void hc_write(const hc_row *row, uint64_t column, uint64_t count, f32x16 value, int is_first, int is_last,
+/* Adds a vector of a row to the sum of the blocks before, unless is_first. The last block's sum, and the bias, go to y. */
+HC_INLINE void hc_write(const hc_row *row, uint64_t column, uint64_t count, vf value, int is_first, int is_last,
                         const uint64_t y_type, const uint64_t bias_type) {
     if (!is_first)
-        value = hc_load_as(row->sum + column, count, HC_F32) + value;
+        value = v_load_up_to(row->sum + column, count) + value;
     if (!is_last) {
-        hc_store_as(row->sum + column, value, count, HC_F32);
+        v_store_up_to(row->sum + column, value, count);
         return;
     }
     if (row->bias)
-        value = value + hc_load_as(hc_at(row->bias, column, bias_type), count, bias_type);
-    hc_store_as(hc_to(row->y, column, y_type), value, count, y_type);
+        value = value + v_load_up_to_as(hc_at(row->bias, column, bias_type), count, bias_type);
+    v_store_up_to_as(hc_to(row->y, column, y_type), value, count, y_type);
 }
 
-HC_INLINE void hc_write_rows(const hc_corner *corner, uint64_t rows, uint64_t vectors, const f32x16 *sums, int is_first,
+HC_INLINE void hc_write_rows(const hc_corner *corner, uint64_t rows, uint64_t columns, const float *sums, int is_first,
                              int is_last, const uint64_t y_type, const uint64_t bias_type) {
     const hc_linear_op *op = corner->op;
     hc_row at = {hc_to(op->y, corner->row * op->y_stride + corner->column, y_type), NULL,
                  op->bias ? hc_at(op->bias, corner->column, bias_type) : NULL};
     uint64_t width = hc_width_of(y_type), stride = op->y_stride * width, sum_stride = stride;
+    uint64_t behind = columns < corner->columns ? columns : corner->columns;
     at.sum = at.y;
     if (corner->sums) {
         at.sum = corner->sums + corner->row * op->weight->out + corner->column;
         sum_stride = op->weight->out * sizeof *at.sum;
     }
-    for (uint64_t row = 0; row < rows; row++) {
-        for (uint64_t v = 0, left = corner->columns; v < vectors && left; v++) {
-            uint64_t count = left < HC_LANES ? left : HC_LANES;
-            hc_write(&at, v * HC_LANES, count, sums[row * vectors + v], is_first, is_last, y_type, bias_type);
-            left -= count;
-        }
+    for (uint64_t row = 0; row < rows; row++, sums += columns) {
+        for (uint64_t column = 0; column < behind; column += HC_W)
+            hc_write(&at, column, behind - column, v_load(sums + column), is_first, is_last, y_type, bias_type);
         at.y = (char *)at.y + stride;
         at.sum = (float *)((char *)at.sum + sum_stride);
     }
 }
 
-/* Writes what exists of a tile: sums [rows, vectors, 16]. Types are constants where the usual ones meet. */
-static __attribute__((noinline, unused)) void hc_write_tile(const hc_corner *corner, uint64_t rows, uint64_t vectors,
-                                                    const f32x16 *sums, int is_first, int is_last) {
+/* Writes what exists of a tile: sums [rows, columns], of whole vectors. Types are constants where the usual ones meet. */
+static __attribute__((noinline, unused)) void hc_write_tile(const hc_corner *corner, uint64_t rows, uint64_t columns,
+                                                    const float *sums, int is_first, int is_last) {
     const hc_linear_op *op = corner->op;
     if (rows > corner->rows)
         rows = corner->rows;
     if (op->y_type == HC_F32 && op->type == HC_F32)
-        hc_write_rows(corner, rows, vectors, sums, is_first, is_last, HC_F32, HC_F32);
+        hc_write_rows(corner, rows, columns, sums, is_first, is_last, HC_F32, HC_F32);
     else
-        hc_write_rows(corner, rows, vectors, sums, is_first, is_last, op->y_type, op->type);
+        hc_write_rows(corner, rows, columns, sums, is_first, is_last, op->y_type, op->type);
 }
 
 #endif
