@@ -28,7 +28,6 @@ from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.runners.recorded.steps import NativeSteps
 from hetero_worker.runners.step_parts import StepMaker
 
-
 _BF16_ISAS: Final = ("avx512_bf16", "amx")
 
 
@@ -52,7 +51,7 @@ class CpuBackend(TorchReference):
 
     @property
     def measured_dtypes(self) -> frozenset[str]:
-        """See `TorchReference`. Kernels without instructions for bfloat16 widen it; torch would take a second or two."""
+        """See `TorchReference`. Kernels without instructions for bfloat16 widen it; torch's products take seconds."""
         return self.dtypes if self.op_queue.team.library.isa in _BF16_ISAS else frozenset({"float32"})
 
     def attention(self, config: ModelConfig, *, batch_invariant: bool) -> AttentionBackend:  # noqa: ARG002
