@@ -883,6 +883,7 @@ class FormGroup(_message.Message):
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     QUANTIZATION_FIELD_NUMBER: _builtins.int
+    MEASURE_PARTS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """The receiver's rank."""
     measure_exchange: _builtins.bool
@@ -903,7 +904,11 @@ class FormGroup(_message.Message):
     """Seconds between two heartbeats of a rank."""
     dtype: _builtins.str
     """Arithmetic type of the group, as LoadModel.dtype will say it, if the plan is still to be decided: ranks measure the
-    model's parts in it, all at once, and tell in Formed. A lone rank measures none. Empty: nothing is to be measured.
+    way to the gateway. Empty: nothing is to be measured.
+    """
+    measure_parts: _builtins.bool
+    """Whether ranks are also to measure the model's parts in `dtype`, all at once, and tell in Formed. Where ranks are alike
+    the rates in Hello do, and the group serves seconds sooner.
     """
     @_builtins.property
     def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankPlace]:
@@ -928,10 +933,11 @@ class FormGroup(_message.Message):
         heartbeat_interval_s: _builtins.float = ...,
         dtype: _builtins.str = ...,
         quantization: Global___Quantization | None = ...,
+        measure_parts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["quantization", b"quantization"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "exchange", b"exchange", "heartbeat_interval_s", b"heartbeat_interval_s", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "measure_exchange", b"measure_exchange", "places", b"places", "quantization", b"quantization", "rank", b"rank", "segment_name", b"segment_name", "store_address", b"store_address", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "exchange", b"exchange", "heartbeat_interval_s", b"heartbeat_interval_s", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "measure_exchange", b"measure_exchange", "measure_parts", b"measure_parts", "places", b"places", "quantization", b"quantization", "rank", b"rank", "segment_name", b"segment_name", "store_address", b"store_address", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from hetero_api.group_state import GroupState
 from hetero_api.spec import ExchangeKind, PlacementShares
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.group.errors import EpochEnded
-from hetero_gateway.group.orders import asked_exchange, built_exchange, load_order
+from hetero_gateway.group.orders import asked_exchange, built_exchange, load_order, parts_decide
 from hetero_placement.decision import Streaming
 from hetero_placement.shard_plans import deal_within_layers
 from tests.unit.group.group_setup import GroupBench, ScriptedRank, group_settings, hello, model_config
@@ -51,6 +54,32 @@ def test_what_ranks_built_is_told_with_their_reason(
 ) -> None:
     formed = [ranks_pb2.Formed(exchange=built), ranks_pb2.Formed(exchange=built, exchange_reason="no compiler")]
     assert built_exchange(kind, formed) == (built, "no compiler")
+
+
+@pytest.mark.parametrize(
+    ("pools", "mode", "decide"),
+    [
+        ([{"name": "cpu", "ranks": 1}], "Auto", False),
+        ([{"name": "cpu", "ranks": 2}], "Auto", True),
+        ([{"name": "cpu", "ranks": 2}], "Layer", True),
+        ([{"name": "cpu", "ranks": 2}], "Tensor", False),
+        ([{"name": "a", "ranks": 1}, {"name": "b", "ranks": 1, "cpu": {"coresPerRank": 2}}], "Tensor", True),
+        ([{"name": "a", "ranks": 1}, {"name": "b", "ranks": 1}], "Tensor", True),
+        ([{"name": "gpu", "type": "GPU", "ranks": 2}], "Tensor", True),
+        ([{"name": "gpu", "type": "GPU", "ranks": 1}, {"name": "cpu", "ranks": 1}], "Tensor", True),
+    ],
+)
+def test_parts_are_measured_unless_ranks_are_alike_and_all_split_every_layer(
+    pools: list[dict[str, Any]], mode: str, decide: bool
+) -> None:
+    assert parts_decide(group_settings(*pools, placement={"mode": mode})) is decide
+
+
+def test_experts_are_always_measured() -> None:
+    settings = group_settings({"name": "cpu", "ranks": 2}, placement={"mode": "Tensor"})
+    experts = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
+    config = model_config(**experts, moe_intermediate_size=2048, head_dim=64)
+    assert parts_decide(replace(settings, config=config))
 
 
 def test_gloo_will_not_do_where_shared_memory_is_required() -> None:

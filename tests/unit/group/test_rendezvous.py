@@ -33,7 +33,7 @@ async def test_orders_go_out_phase_by_phase_to_everyone() -> None:
             assert form.segment_name.endswith("-1")
             assert (form.timeout_s, form.max_num_batched_tokens, form.max_num_seqs) == (60, 64, 4)
             assert form.heartbeat_interval_s == 0.5
-            assert form.measure_exchange
+            assert (form.measure_exchange, form.dtype, form.measure_parts) == (True, "float32", True)
         assert forms[0].segment_name == forms[1].segment_name
         one.answer("form_group", forms[1])
         load = await zero.obey("load_model")

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_api.v1 import ranks_pb2
-from hetero_gateway.group.warm_up import HOST_TOKENS, MAX_WARM_SEQS, StepBounds, masks_of, sampling_slots, warm_up_plans
+from hetero_gateway.group.warm_up import (
+    HOST_SEQS,
+    HOST_TOKENS,
+    MAX_WARM_SEQS,
+    StepBounds,
+    masks_of,
+    sampling_slots,
+    warm_up_plans,
+)
 from tests.unit.group.group_setup import WarmRanks
 
 pytestmark = pytest.mark.unit
@@ -83,11 +91,12 @@ def test_a_brief_one_has_a_short_prefill_and_the_same_decodes() -> None:
     assert list(map(shape_of, brief[1:])) == list(map(shape_of, full[1:5]))
 
 
-def test_host_cores_warm_up_with_a_prefill_of_less_than_a_step_takes() -> None:
+def test_host_cores_warm_up_with_a_prefill_and_a_batch_of_less_than_a_step_takes() -> None:
     bounds = dataclasses.replace(LARGE, max_num_batched_tokens=300)
     on_host, usual = warm_up_plans(bounds, on_host=True), warm_up_plans(bounds)
-    assert [shape_of(plans[0]) for plans in (on_host, usual)] == [[HOST_TOKENS], [300]]
-    assert list(map(shape_of, on_host[1:])) == list(map(shape_of, usual[1:]))
+    assert [shape_of(plan) for plan in usual[:4]] == [[300], [1], [1] * MAX_WARM_SEQS, [1] * MAX_WARM_SEQS]
+    assert [shape_of(plan) for plan in on_host[:4]] == [[HOST_TOKENS], [1], [1] * HOST_SEQS, [1] * HOST_SEQS]
+    assert list(map(shape_of, on_host[4:])) == list(map(shape_of, usual[4:]))
     assert shape_of(warm_up_plans(bounds, on_host=True, brief=True)[0]) == [16]
 
 

@@ -176,6 +176,18 @@ def test_the_environment_forces_an_instruction_set(monkeypatch: pytest.MonkeyPat
         assert backend.linear(torch.float32, batch_invariant=False).name == "native (generic)"
 
 
+@pytest.mark.parametrize(
+    ("isa", "measured"),
+    [("generic", {"float32"}), ("avx512_bf16", {"float32", "bfloat16"}), ("amx", {"float32", "bfloat16"})],
+)
+def test_products_of_bfloat16_are_measured_where_kernels_have_instructions_for_them(
+    monkeypatch: pytest.MonkeyPatch, isa: str, measured: set[str]
+) -> None:
+    backend = cpu_backend(memory_bytes=1 << 28, read_bytes=1 << 20)
+    monkeypatch.setattr(type(compute_library()), "isa", isa)
+    assert set(backend.measure().matmul_flops) == measured
+
+
 def test_an_instruction_set_that_is_not_there_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

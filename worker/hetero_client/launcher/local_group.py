@@ -1,10 +1,12 @@
 """One HeteroInference running on this machine, from its first process to its last.
 
 The order is fixed: take the run directory's lock, start forkserver and gateway, wait until both answer, start the
-ranks, watch the gateway's topology until the group is ready. Until then the end of any process but the forkserver ends
-all: nothing is served yet, and the user wants to know. From then on processes are restarted (`healing`), until the
-restart budget is used up or the gateway reports that the group has failed. Single-threaded: everything here runs in
-the launcher's main thread (see hetero_api/supervision), and every wait is bounded.
+ranks, watch the gateway's topology until the group is ready. The forkserver goes first: its imports take longest and
+need no other process, and what only the rest needs is imported meanwhile. Until the group is ready the end of any
+process but the forkserver ends all: nothing is served yet, and the user wants to know. From then on processes are
+restarted (`healing`), until the restart budget is used up or the gateway reports that the group has failed.
+Single-threaded: everything here runs in the launcher's main thread (see hetero_api/supervision), and every wait is
+bounded.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from hetero_api.contract import ENV_ADMIN_TOKEN_FILE, ENV_GROUP_TOKEN_FILE, EXIT_PERMANENT
 from hetero_api.group_state import GroupState
@@ -26,7 +28,6 @@ from hetero_api.supervision.child import Child
 from hetero_api.supervision.forkserver import Forkserver
 from hetero_api.supervision.service import Services
 from hetero_api.supervision.supervisor import Supervisor
-from hetero_client.admin import AdminClient, GroupTopology
 from hetero_client.errors import (
     AlreadyRunningError,
     GroupFailedError,
@@ -40,6 +41,9 @@ from hetero_client.launcher.commands import GATEWAY, HOST, DoorFiles, GatewayPor
 from hetero_client.launcher.healing import Healing, Report, died, new_service
 from hetero_client.launcher.local_plan import LocalPlan
 from hetero_client.launcher.run_directory import GroupRecord, MeasurementStore, RunDirectory
+
+if TYPE_CHECKING:
+    from hetero_client.admin import AdminClient, GroupTopology
 
 GATEWAY_START_S: Final = 60.0
 FORKSERVER_START_S: Final = 60.0
@@ -163,6 +167,9 @@ class LocalGroup:
         self._run.prepare(with_admin_token=self._config.door.keys is not None)
         if self._config.measurements is not None:
             self._config.measurements.copy_to(self._run)
+        self._started_s = time.monotonic()
+        if self._forkserver is not None:
+            self._forkserver.ensure_started()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -175,16 +182,15 @@ class LocalGroup:
     # --- until ready --------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start forkserver and gateway, wait until the gateway listens, start the ranks. Raises LaunchError."""
+        """Start the gateway, wait until it listens and the forkserver is ready, start the ranks. Raises LaunchError."""
         check_port(self._config.port, option="--port", field_path="spec.gateway.service.port")
         check_port(self._config.http_port, option="--http-port", field_path="spec.gateway.service.httpPort")
         if self._config.router_port is not None:
             check_port(self._config.router_port, option="--router-port", field_path="leave it out")
-        self._started_s = time.monotonic()
-        if self._forkserver is not None:
-            self._forkserver.ensure_started()  # first: its imports take longest and need no other process
         gateway = new_service(self._commands.gateway(self._config.ports))
         self._services.add(gateway)
+        from hetero_client.admin import AdminClient
+
         addresses = self._wait_for_gateway()
         gateway.command = self._commands.gateway(GatewayPorts.from_addresses(addresses))
         self._admin = AdminClient(addresses["admin"], token=self._run.read_admin_token())

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from hetero_api.sharding import ShardPlan
-from hetero_api.spec import ExchangeKind
+from hetero_api.spec import ExchangeKind, PlacementMode
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.group.errors import EpochEnded
 from hetero_gateway.group.recovery import HEARTBEAT_INTERVAL_S
@@ -33,6 +33,7 @@ def form_orders(
         ],
         measure_exchange=measures_times and len(hellos) > 1,
         dtype=settings.dtype if measures_times else "",
+        measure_parts=measures_times and parts_decide(settings),
         store_address=hellos[0].store_address,
         exchange=asked_exchange(settings.spec.exchange.kind, hellos),
         segment_name=f"hetero-{settings.name}-{secrets.token_hex(_SEGMENT_RANDOM_BYTES)}-{epoch}",
@@ -45,6 +46,18 @@ def form_orders(
     for member in members:
         form.rank = member.rank
         yield form
+
+
+def parts_decide(settings: GroupSettings) -> bool:
+    """Return whether the plan depends on how fast each rank is with each part of the model.
+
+    One rank has all of it. Host ranks of one kind get equal shares where the resource has every layer split over all
+    ranks; what is left to decide follows from their rates. Experts are dealt, and moved, by what they cost.
+    """
+    places = settings.places
+    alike = len({(place.pool, place.cores, place.is_gpu) for place in places}) == 1 and not places[0].is_gpu
+    splits_all = settings.spec.placement.mode == PlacementMode.TENSOR and settings.config.experts is None
+    return len(places) > 1 and not (alike and splits_all)
 
 
 def load_order(settings: GroupSettings, plan: ShardPlan, streaming: Streaming | None = None) -> ranks_pb2.LoadModel:

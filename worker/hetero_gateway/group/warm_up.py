@@ -2,8 +2,8 @@
 
 A prefill as large as a step allows, a decode of one sequence, and a decode of many. They are ordinary plans on real
 slots and blocks, and the last one gives every slot back; the KV they leave behind is overwritten, never read. Host
-cores take seconds for the largest prefill, which prepares no more than a shorter one does: where all ranks are such, it
-has HOST_TOKENS. While requests wait for an epoch to go on in, a very short prefill has to do.
+cores take seconds for the largest prefill and batch, which prepare no more than smaller ones do: where all ranks are
+such, they have HOST_TOKENS and HOST_SEQS. While requests wait for an epoch to go on in, a very short prefill has to do.
 
 Sequences follow that draw in each way: at random, with filters of two kinds, with penalties, bound to a mask. A device
 compiles or loads kernels for each the first time.
@@ -23,8 +23,10 @@ from hetero_api.v1 import ranks_pb2
 
 MAX_WARM_SEQS: Final = 64
 """Largest batch that is worth warming up."""
-HOST_TOKENS: Final = 256
+HOST_TOKENS: Final = 64
 """Tokens of the prefill where no rank is a GPU."""
+HOST_SEQS: Final = 16
+"""Largest batch there."""
 _DECODES: Final = 3
 """Steps after its prefill that the long sequence takes part in."""
 _TOKEN: Final = 0
@@ -81,6 +83,7 @@ def warm_up_plans(
     if longest < 1:
         return ()
     batch = _batch_size(bounds, blocks_of_longest=-(-(longest + _DECODES) // bounds.block_size))
+    batch = min(batch, HOST_SEQS) if on_host else batch
     others = range(1, batch)
     writer.add(new={0: longest})
     writer.add(decode=[0])

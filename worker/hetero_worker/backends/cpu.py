@@ -28,6 +28,8 @@ from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.runners.recorded.steps import NativeSteps
 from hetero_worker.runners.step_parts import StepMaker
 
+_BF16_ISAS: Final = ("avx512_bf16", "amx")
+
 
 class CpuBackend(TorchReference):
     """Host cores that compute by the native kernels, whose rows are independent of each other in any mode."""
@@ -46,6 +48,11 @@ class CpuBackend(TorchReference):
         self.op_queue: OpQueue = op_queue
         self.home = home
         self._records = records
+
+    @property
+    def measured_dtypes(self) -> frozenset[str]:
+        """See `TorchReference`. Kernels without instructions for bfloat16 widen it; torch's products take seconds."""
+        return self.dtypes if self.op_queue.team.library.isa in _BF16_ISAS else frozenset({"float32"})
 
     def attention(self, config: ModelConfig, *, batch_invariant: bool) -> AttentionBackend:  # noqa: ARG002
         """See `DeviceBackend.attention`."""

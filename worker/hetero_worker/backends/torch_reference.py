@@ -128,7 +128,13 @@ class TorchReference(TorchOperators):
 
     def measure(self) -> Measurement:
         """Measure bandwidth and matrix products."""
-        return Measurement(self.bandwidth(), matmul_flops(HOST, self.dtypes, size=_MATRIX_SIZE, laps=self.laps))
+        flops = matmul_flops(HOST, self.measured_dtypes, size=_MATRIX_SIZE, laps=self.laps)
+        return Measurement(self.bandwidth(), flops)
+
+    @property
+    def measured_dtypes(self) -> frozenset[str]:
+        """Types whose rate of products is measured; others have that of float32."""
+        return self.dtypes
 
     def laps(self, works: Sequence[Work]) -> list[float]:
         """See `DeviceBackend.laps`; work is done when the call returns."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from functools import partial
 from typing import Final
 
 import torch
@@ -49,17 +48,18 @@ class RankProbe:
         self._model = model
 
     def costs(self, dtype: str, config: ModelConfig, peers: GroupCoordinator) -> ranks_pb2.DeviceSpeeds:
-        """See `measure_parts`; measured again unless all ranks of the peers have measured before. Collective.
+        """See `measure_parts`, with bandwidths; measured again unless all ranks of the peers have before. Collective.
 
         `config`: the rank's, maybe with other weights.
         """
-        name = f"{self._model} {dtype} {config.weights}"
-        measure = partial(measure_parts, self._backend, config, dtype=dtype, peers=peers, progress=self._progress)
-        return self._kept.speeds(name, measure, all_have=peers.all_can)
 
-    def bandwidth(self) -> float:
-        """Measure the memory bandwidth now, in bytes a second."""
-        return self._backend.bandwidth()
+        def measure() -> ranks_pb2.DeviceSpeeds:
+            speeds = measure_parts(self._backend, config, dtype=dtype, peers=peers, progress=self._progress)
+            bandwidths = peers.shared_bandwidth(self._backend.bandwidth)
+            speeds.memory_bandwidth, speeds.lone_memory_bandwidth = bandwidths
+            return speeds
+
+        return self._kept.speeds(f"{self._model} {dtype} {config.weights}", measure, all_have=peers.all_can)
 
     def fixed_needs(self, dtype: str, config: ModelConfig) -> ranks_pb2.Formed:
         """See `fixed_needs`."""

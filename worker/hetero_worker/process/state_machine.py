@@ -33,7 +33,6 @@ from typing import Final, Protocol
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT
 from hetero_api.errors import HeteroError, ModelError, PlanError
 from hetero_api.host.heartbeat import Heartbeat, RankState
-from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.checkpoints.sampled_digests import sampled_digests
 from hetero_worker.distributed.coordinator import GroupCoordinator
@@ -336,24 +335,13 @@ class WorkerStateMachine:
         formed = self._group.formed(measure=message.measure_exchange)
         self._form_message = message
         config = quantized_config(self._identity.model_config, message)
+        if message.measure_parts:
+            formed.costs.CopyFrom(self._probe.costs(message.dtype, config, self._group))
         if message.dtype:
-            formed.costs.CopyFrom(self._costs_in(message.dtype, config, self._group))
+            formed.costs.turnaround_s = self._turnaround_s()
         self._enter(RankState.FORMED)
         formed.MergeFrom(self._probe.fixed_needs(message.dtype, config))
         self._send(ranks_pb2.RankMessage(formed=formed))
-
-    def _costs_in(self, dtype: str, config: ModelConfig, group: GroupCoordinator) -> ranks_pb2.DeviceSpeeds:
-        """Measure how fast the ranks are together and each alone.
-
-        With one rank there is nothing to place: what is predicted of it comes from the rates that are in Hello, and it
-        serves two or three seconds sooner.
-        """
-        if group.num_ranks == 1:
-            return ranks_pb2.DeviceSpeeds(turnaround_s=self._turnaround_s())
-        costs = self._probe.costs(dtype, config, group)
-        costs.turnaround_s = self._turnaround_s()
-        costs.memory_bandwidth, costs.lone_memory_bandwidth = group.shared_bandwidth(self._probe.bandwidth)
-        return costs
 
     def _turnaround_s(self) -> float:
         """Measure seconds to the gateway and back. Raises ExchangeAborted when the epoch or the session is over."""
