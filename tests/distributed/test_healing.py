@@ -28,6 +28,8 @@ STREAMS: Final = 16
 MEDIAN_RECOVERY_S: Final = 5.0 if KILLS >= 50 else 15.0
 """From the signal to the first new token. On a machine that runs other tests meanwhile, everything takes longer."""
 RANKS: Final = ("cpu-0", "cpu-1")
+ENGINE: Final = {"maxNumSeqs": STREAMS, "maxNumBatchedTokens": 64}
+"""Small steps: every start computes one as large."""
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300 + 60 * KILLS)]
 
@@ -36,7 +38,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300
 def group(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGroupProcess]:
     """Struck by one test after another; those that have groups of their own come before them."""
     folder = tmp_path_factory.mktemp("group")
-    manifest = write_manifest(folder, model=smollm2, ranks=2, recovery={"maxRestarts": 1000})
+    manifest = write_manifest(folder, model=smollm2, ranks=2, engine=ENGINE, recovery={"maxRestarts": 1000})
     with LocalGroupProcess(manifest, home=folder / "home") as running:
         yield running
         end(running)
@@ -65,7 +67,7 @@ def end(group: LocalGroupProcess) -> None:
 
 
 def test_more_deaths_than_the_budget_end_the_group_and_its_streams(smollm2: Path, tmp_path: Path) -> None:
-    manifest = write_manifest(tmp_path, model=smollm2, ranks=2, recovery={"maxRestarts": 1})
+    manifest = write_manifest(tmp_path, model=smollm2, ranks=2, engine=ENGINE, recovery={"maxRestarts": 1})
     with LocalGroupProcess(manifest, home=tmp_path / "home") as group:
         children = group.descendants()
         with group.client() as client:
@@ -99,7 +101,7 @@ def test_more_deaths_than_the_budget_end_the_group_and_its_streams(smollm2: Path
 
 
 def test_a_rank_that_throws_in_a_step_keeps_its_process_and_the_streams_go_on(smollm2: Path, tmp_path: Path) -> None:
-    manifest = write_manifest(tmp_path, model=smollm2, ranks=2, recovery={"maxRestarts": 1000})
+    manifest = write_manifest(tmp_path, model=smollm2, ranks=2, engine=ENGINE, recovery={"maxRestarts": 1000})
     fault = tmp_path / "fault"
     with LocalGroupProcess(
         manifest,

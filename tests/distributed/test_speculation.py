@@ -39,6 +39,8 @@ ASKED: Sequence[tuple[str, SamplingParams]] = (
     ('{"name": "fox", "legs": 4} ' * 5, replace(GREEDY, constraint=JsonSchema(SCHEMA), max_tokens=40)),
     ('{"name": "dog", "legs": 4} ' * 5, replace(SEEDED, constraint=JsonSchema(SCHEMA), max_tokens=40)),
 )
+TOKENS, BYTES = 80, 256
+"""More than any prompt of ASKED has, of the real model and of one whose tokens are bytes."""
 SHARES = {"Tensor": {"attention": [2, 1], "mlp": [1, 1], "vocabulary": [1, 1]}, "Layer": {"attention": [1, 1]}}
 """By the mode of placement. Measured ones differ from group to group, and sums with them in their last bits."""
 
@@ -60,12 +62,12 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def group(
-    folder: Path, kind: str, *, model: Path, mode: str = "Tensor", draft: Path | None = None
+    folder: Path, kind: str, *, model: Path, mode: str, longest: int, draft: Path | None = None
 ) -> LocalGroupProcess:
+    """`longest`: tokens of the longest of ASKED; every start computes a step of so many."""
     speculative = {"kind": kind, **({} if draft is None else {"draft": {"uri": f"file://{draft}"}})}
-    manifest = write_manifest(
-        folder, model=model, name=kind.lower(), mode=mode, shares=SHARES[mode], engine={"speculative": speculative}
-    )
+    engine = {"speculative": speculative, "maxNumSeqs": len(ASKED), "maxNumBatchedTokens": longest}
+    manifest = write_manifest(folder, model=model, name=kind.lower(), mode=mode, shares=SHARES[mode], engine=engine)
     return LocalGroupProcess(manifest, home=folder / kind)
 
 
@@ -92,8 +94,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[object
     """What a group without proposals answers; each is asked once."""
 
     @cache
-    def asked(ask: Callable[[LocalGroupProcess], list[object]], model: Path, mode: str) -> list[object]:
-        with group(tmp_path_factory.mktemp("plain"), "None", model=model, mode=mode) as running:
+    def asked(
+        ask: Callable[[LocalGroupProcess], list[object]], *, model: Path, mode: str, longest: int
+    ) -> list[object]:
+        folder = tmp_path_factory.mktemp("plain")
+        with group(folder, "None", model=model, mode=mode, longest=longest) as running:
             return ask(running)
 
     return asked
@@ -119,8 +124,9 @@ def test_text_is_what_it_is_without_proposals_also_of_a_stream_whose_rank_is_kil
     victim_is: str | None,
 ) -> None:
     """Rank 0's successor reads the draft model, too."""
-    expected = plain(answers, smollm2, mode)
-    with group(tmp_path, kind, model=smollm2, mode=mode, draft=smaller if drafts else None) as running:
+    expected = plain(answers, model=smollm2, mode=mode, longest=TOKENS)
+    draft = smaller if drafts else None
+    with group(tmp_path, kind, model=smollm2, mode=mode, longest=TOKENS, draft=draft) as running:
         assert answers(running) == expected
         with running.admin() as admin:
             assert admin.topology().speculation.startswith(kind)
@@ -146,8 +152,8 @@ def test_text_is_what_it_is_without_the_model_s_own_head_also_of_a_stream_whose_
 
     Rank 0's successor reads the head, too, and drafts behind a prompt whose states it makes again.
     """
-    expected = plain(tokens, headed, mode)
-    with group(tmp_path, kind, model=headed, mode=mode) as running:
+    expected = plain(tokens, model=headed, mode=mode, longest=BYTES)
+    with group(tmp_path, kind, model=headed, mode=mode, longest=BYTES) as running:
         assert tokens(running) == expected
         with running.admin() as admin:
             topology = admin.topology()
