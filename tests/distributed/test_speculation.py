@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,8 @@ ASKED: Sequence[tuple[str, SamplingParams]] = (
     ('{"name": "fox", "legs": 4} ' * 5, replace(GREEDY, constraint=JsonSchema(SCHEMA), max_tokens=40)),
     ('{"name": "dog", "legs": 4} ' * 5, replace(SEEDED, constraint=JsonSchema(SCHEMA), max_tokens=40)),
 )
+TOKENS, BYTES = 80, 256
+"""More than any prompt of ASKED has, of the real model and of one whose tokens are bytes."""
 SHARES = {"Tensor": {"attention": [2, 1], "mlp": [1, 1], "vocabulary": [1, 1]}, "Layer": {"attention": [1, 1]}}
 """By the mode of placement. Measured ones differ from group to group, and sums with them in their last bits."""
 
@@ -59,12 +62,12 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def group(
-    folder: Path, kind: str, *, model: Path, mode: str = "Tensor", draft: Path | None = None
+    folder: Path, kind: str, *, model: Path, mode: str, longest: int, draft: Path | None = None
 ) -> LocalGroupProcess:
+    """`longest`: tokens of the longest of ASKED; every start computes a step of so many."""
     speculative = {"kind": kind, **({} if draft is None else {"draft": {"uri": f"file://{draft}"}})}
-    manifest = write_manifest(
-        folder, model=model, name=kind.lower(), mode=mode, shares=SHARES[mode], engine={"speculative": speculative}
-    )
+    engine = {"speculative": speculative, "maxNumSeqs": len(ASKED), "maxNumBatchedTokens": longest}
+    manifest = write_manifest(folder, model=model, name=kind.lower(), mode=mode, shares=SHARES[mode], engine=engine)
     return LocalGroupProcess(manifest, home=folder / kind)
 
 
@@ -86,34 +89,71 @@ def answers(running: LocalGroupProcess) -> list[object]:
     return alone
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[object]]:
+    """What a group without proposals answers; each is asked once."""
+
+    @cache
+    def asked(
+        ask: Callable[[LocalGroupProcess], list[object]], *, model: Path, mode: str, longest: int
+    ) -> list[object]:
+        folder = tmp_path_factory.mktemp("plain")
+        with group(folder, "None", model=model, mode=mode, longest=longest) as running:
+            return ask(running)
+
+    return asked
+
+
 @pytest.mark.parametrize(
-    ("kind", "mode", "drafts"),
-    [("NGram", "Tensor", False), ("Auto", "Layer", False), ("Draft", "Tensor", True), ("Auto", "Layer", True)],
+    ("kind", "mode", "drafts", "victim_is"),
+    [
+        ("NGram", "Tensor", False, "cpu-1"),
+        ("Auto", "Layer", False, None),
+        ("Draft", "Tensor", True, "cpu-0"),
+        ("Auto", "Layer", True, None),
+    ],
 )
-def test_text_is_what_it_is_without_proposals(
-    smollm2: Path, smaller: Path, tmp_path: Path, kind: str, mode: str, drafts: bool
+def test_text_is_what_it_is_without_proposals_also_of_a_stream_whose_rank_is_killed(
+    smollm2: Path,
+    smaller: Path,
+    plain: Callable[..., list[object]],
+    tmp_path: Path,
+    kind: str,
+    mode: str,
+    drafts: bool,
+    victim_is: str | None,
 ) -> None:
-    with group(tmp_path, "None", model=smollm2, mode=mode) as plain:
-        expected = answers(plain)
-    with group(tmp_path, kind, model=smollm2, mode=mode, draft=smaller if drafts else None) as running:
+    """Rank 0's successor reads the draft model, too."""
+    expected = plain(answers, model=smollm2, mode=mode, longest=TOKENS)
+    draft = smaller if drafts else None
+    with group(tmp_path, kind, model=smollm2, mode=mode, longest=TOKENS, draft=draft) as running:
         assert answers(running) == expected
         with running.admin() as admin:
             assert admin.topology().speculation.startswith(kind)
             if kind != "Auto":
                 assert "proposed tokens accepted" in admin.topology().speculation
+        if victim_is is not None:
+            check_a_stream_over_a_loss(running, victim_is)
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("MTP", "Tensor"), ("MTP", "Layer"), ("Auto", "Tensor")])
-def test_text_is_what_it_is_without_the_model_s_own_head(headed: Path, tmp_path: Path, kind: str, mode: str) -> None:
-    """In mode Layer the last rank has the output head, and sends rank 0 the states."""
+def tokens(running: LocalGroupProcess) -> list[object]:
+    """One by one."""
+    with running.client() as client:
+        return [client.generate_text(prompt, sampling=sampling).token_ids for prompt, sampling in ASKED]
 
-    def tokens(running: LocalGroupProcess) -> list[object]:
-        with running.client() as client:
-            return [client.generate_text(prompt, sampling=sampling).token_ids for prompt, sampling in ASKED]
 
-    with group(tmp_path, "None", model=headed, mode=mode) as plain:
-        expected = tokens(plain)
-    with group(tmp_path, kind, model=headed, mode=mode) as running:
+@pytest.mark.parametrize(
+    ("kind", "mode", "victim_is"), [("MTP", "Tensor", "cpu-0"), ("MTP", "Layer", None), ("Auto", "Tensor", None)]
+)
+def test_text_is_what_it_is_without_the_model_s_own_head_also_of_a_stream_whose_rank_is_killed(
+    headed: Path, plain: Callable[..., list[object]], tmp_path: Path, kind: str, mode: str, victim_is: str | None
+) -> None:
+    """In mode Layer the last rank has the output head, and sends rank 0 the states.
+
+    Rank 0's successor reads the head, too, and drafts behind a prompt whose states it makes again.
+    """
+    expected = plain(tokens, model=headed, mode=mode, longest=BYTES)
+    with group(tmp_path, kind, model=headed, mode=mode, longest=BYTES) as running:
         assert tokens(running) == expected
         with running.admin() as admin:
             topology = admin.topology()
@@ -122,32 +162,22 @@ def test_text_is_what_it_is_without_the_model_s_own_head(headed: Path, tmp_path:
             assert "proposed tokens accepted" in topology.speculation
         assert any(kernel.startswith("draft=prediction head of") for kernel in topology.ranks[0].kernels)
         assert not any(kernel.startswith("draft=") for kernel in topology.ranks[1].kernels)
+        if victim_is is not None:
+            check_a_stream_over_a_loss(running, victim_is)
 
 
-def test_a_stream_with_a_head_survives_a_killed_rank_0(headed: Path, tmp_path: Path) -> None:
-    """Its successor reads the head, too, and drafts behind a prompt whose states it makes again."""
-    survives(headed, tmp_path, "MTP", "cpu-0")
-
-
-@pytest.mark.parametrize(("kind", "victim_is"), [("NGram", "cpu-1"), ("Draft", "cpu-0")])
-def test_a_stream_with_proposals_survives_a_killed_rank(
-    smollm2: Path, smaller: Path, tmp_path: Path, kind: str, victim_is: str
-) -> None:
-    """Rank 0's successor reads the draft model, too."""
-    survives(smollm2, tmp_path, kind, victim_is, draft=smaller if kind == "Draft" else None)
-
-
-def survives(model: Path, folder: Path, kind: str, victim_is: str, *, draft: Path | None = None) -> None:
+def check_a_stream_over_a_loss(running: LocalGroupProcess, victim_is: str) -> None:
+    """Kill a rank while a stream runs: its tokens stay those of a stream that nothing befell."""
     sampling = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
-    with group(folder, kind, model=model, draft=draft) as running, running.client() as client:
+    with running.client() as client:
         expected = client.generate_text(LINE * 4, sampling=sampling)
-        tokens: list[int] = []
+        received: list[int] = []
         victim: int | None = running.record.processes[victim_is]
         for event in client.generate(LINE * 4, sampling=sampling, cache_salt="again", resume_timeout_s=0):
             if isinstance(event, Delta):
-                tokens += event.token_ids
-                if victim is not None and len(tokens) > 20:
+                received += event.token_ids
+                if victim is not None and len(received) > 20:
                     os.kill(victim, signal.SIGKILL)
                     victim = None
     assert victim is None
-    assert tokens == list(expected.token_ids)
+    assert received == list(expected.token_ids)

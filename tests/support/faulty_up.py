@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -27,16 +28,14 @@ def up(manifest: Path) -> int:
     from hetero_client.cli.serving import prepare, serve_until_stopped
     from hetero_client.home import HeteroHome
     from hetero_client.launcher.commands import Programs
-    from hetero_client.launcher.local_group import LocalGroupConfig
+    from tests.support.measured_up import SharedMeasurements
 
     home = HeteroHome.from_environment()
     try:
         config = prepare(manifest, port=0, http_port=None, model=None, home=home, with_forkserver=False)
-        faulty = LocalGroupConfig(
-            config.resource, config.manifest, config.model_dir, config.plan, config.port, config.http_port,
-            with_forkserver=False, programs=Programs(rank=(sys.executable, "-m", "tests.support.faulty_up", "rank")),
-        )  # fmt: skip
-        serve_until_stopped(faulty, home=home)
+        measurements = SharedMeasurements.for_group(home, config.name, config.resource, plan=config.plan)
+        programs = Programs(rank=(sys.executable, "-m", "tests.support.faulty_up", "rank"))
+        serve_until_stopped(replace(config, measurements=measurements, programs=programs), home=home)
     except HeteroError as error:
         return report(error)
     return 0

@@ -102,7 +102,7 @@ class LocalGroupProcess:
         manifest: GroupFile,
         *,
         home: Path,
-        module: str = "hetero_client",
+        module: str = "tests.support.measured_up",
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:

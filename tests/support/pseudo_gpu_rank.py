@@ -1,6 +1,7 @@
 """A rank process, as hetero_worker is one; on a pseudo GPU where it is told --device cuda:N.
 
-python -m tests.support.pseudo_gpu_rank ...
+python -m tests.support.pseudo_gpu_rank ...            a rank, with hetero_worker's own options
+python -m tests.support.pseudo_gpu_rank forkserver     what forks such ranks
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+from unittest import mock
 
+from hetero_worker.process import forkserver
 from hetero_worker.process.config import RankConfig
 from hetero_worker.process.rank import backend_of, main
 
@@ -30,4 +33,8 @@ def be_rank(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(be_rank(sys.argv[1:], os.environ))
+    if sys.argv[1:] == ["forkserver"]:
+        with mock.patch("hetero_worker.process.rank.main", be_rank):
+            forkserver.run()
+    else:
+        sys.exit(be_rank(sys.argv[1:], os.environ))

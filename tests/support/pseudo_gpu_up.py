@@ -26,8 +26,10 @@ from hetero_client.launcher.commands import Programs
 from hetero_client.launcher.local_group import LocalGroupConfig
 from hetero_client.launcher.local_plan import LocalPlan, plan_locally
 from tests.support.local_group import GroupFile
+from tests.support.measured_up import SharedMeasurements
 
 MODULE = "tests.support.pseudo_gpu_up"
+RANK = (sys.executable, "-m", "tests.support.pseudo_gpu_rank")
 NUM_GPUS = 8
 _MEMORY_BYTES = 16 * 2**30
 _FILE_SCHEME = "file://"
@@ -92,16 +94,17 @@ def up(manifest: Path) -> int:
             memory_bytes=_MEMORY_BYTES,
             gpus=[Gpu(number) for number in range(NUM_GPUS)],
         )
-        ranks = (replace(rank, cores=(), num_threads=1, numa_policy=NumaPolicy.NONE) for rank in planned.ranks)
+        ranks = [replace(rank, cores=(), num_threads=1, numa_policy=NumaPolicy.NONE) for rank in planned.ranks]
+        plan = LocalPlan(tuple(ranks), planned.warnings)
         config = LocalGroupConfig(
             resource=resource,
             manifest=manifest,
             model_dir=Path(resource.spec.model.uri.removeprefix(_FILE_SCHEME)),
-            plan=LocalPlan(tuple(ranks), planned.warnings),
+            plan=plan,
             port=0,
             http_port=0,
-            programs=Programs(rank=(sys.executable, "-m", "tests.support.pseudo_gpu_rank")),
-            with_forkserver=False,
+            programs=Programs(rank=RANK, forkserver=(*RANK, "forkserver")),
+            measurements=SharedMeasurements.for_group(home, "mixed", resource, plan=plan),
         )
         serve_until_stopped(config, home=home)
     except HeteroError as error:
