@@ -74,7 +74,8 @@ def measure(level: int, *, times: int) -> list[Rest]:
     with tempfile.TemporaryDirectory() as name:
         folder, idle = Path(name), {"sleepAfterSeconds": 1, "level": level}
         manifest = write_manifest(folder, model=model, ranks=1, cores=2, idle=idle)
-        with LocalGroupProcess(manifest, home=folder / "home") as group, group.client() as client:
+        running = LocalGroupProcess(manifest, home=folder / "home", module="hetero_client")
+        with running as group, group.client() as client:
             first_token_s(client)
             with group.admin() as admin:
                 return [rest(group, client, admin) for _ in range(times)]

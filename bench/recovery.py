@@ -80,9 +80,8 @@ def main(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         manifest = write_manifest(folder, model=model, name="recovery", recovery={"maxRestarts": 1000})
-        with LocalGroupProcess(
-            manifest, home=folder / "home", options=["--no-forkserver"] if options.no_forkserver else []
-        ) as group:
+        more = ["--no-forkserver"] if options.no_forkserver else []
+        with LocalGroupProcess(manifest, home=folder / "home", module="hetero_client", options=more) as group:
             blows = measure(
                 group, streams=options.streams, kills=options.kills, gateway_kills=options.gateway_kills,
                 seed=options.seed,

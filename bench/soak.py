@@ -151,7 +151,7 @@ def main(arguments: Sequence[str]) -> int:
     model = demo_directory(HeteroHome.from_environment())
     with tempfile.TemporaryDirectory() as folder:
         manifest = write_manifest(Path(folder), model=model, name="soak")
-        with LocalGroupProcess(manifest, home=Path(folder) / "home") as group:
+        with LocalGroupProcess(manifest, home=Path(folder) / "home", module="hetero_client") as group:
             record = group.record
             doors = (GrpcDoor(HeteroClient(record.inference)), HttpDoor(record.http, access=Access()))
             plan = LoadPlan(CAPACITY_REQUESTS, CLIENTS, PROMPT_TOKENS, OUTPUT_TOKENS)
