@@ -100,13 +100,14 @@ V_INLINE vi v_round(vf v) {
 
 /* Whole numbers of -128..127 as bytes. */
 V_INLINE void v_store_as_bytes(int8_t *p, vi v) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8((__m512i)v));
+#elif defined(__AVX2__)
     __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
     _mm_storel_epi64((__m128i *)(void *)p, _mm_packs_epi16(halves, halves));
 #else
-    typedef int8_t bytes_of __attribute__((vector_size(HC_W)));
-    bytes_of bytes = __builtin_convertvector(v, bytes_of);
-    memcpy(p, &bytes, sizeof bytes);
+    for (int lane = 0; lane < HC_W; lane++)
+        p[lane] = (int8_t)v[lane];
 #endif
 }
 

@@ -101,7 +101,7 @@ V_INLINE void normalise(float *x, uint64_t count, double length) {
 }
 
 static double number_at(const void *p, uint64_t index, uint64_t type) {
-    return (double)hc_load_as(hc_at(p, index, type), 1, type)[0];
+    return (double)v_load_up_to_as(hc_at(p, index, type), 1, type)[0];
 }
 
 /* What a token is to its head: key, query and value, what it opens and what it leaves of the matrix. */

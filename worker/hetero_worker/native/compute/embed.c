@@ -1,6 +1,5 @@
 /* Looks rows of a packed table up. A row lies in one lane of its panel, so HC_PANEL rows' bytes are read for one; members
  * share the inputs of each row, for a step may have one row only. */
-#include "isa.h"
 #include "small_floats.h"
 
 extern hc_kernel HC_NAME(embed);
@@ -74,9 +73,7 @@ void HC_NAME(embed)(const hc_op *any, hc_crew *crew, uint64_t member) {
         }
         float found[PIECE];
         look_up(table, row, begin, end, found);
-        for (uint64_t i = 0; begin + i < end; i += HC_LANES) {
-            uint64_t count = end - begin - i < HC_LANES ? end - begin - i : HC_LANES;
-            hc_store_as(hc_to(y, i, op->type), hc_load_as(found + i, count, HC_F32) * scale, count, op->type);
-        }
+        for (uint64_t i = 0, count = end - begin; i < count; i += HC_W)
+            v_store_up_to_as(hc_to(y, i, op->type), v_load_up_to(found + i, count - i) * scale, count - i, op->type);
     }
 }

@@ -1,9 +1,9 @@
-/* What kernels are written in: vectors of 16 floats, as the compiler has them for the instruction set it compiles for.
+/* What an instruction set is to its kernels: names, intrinsics, and numbers one by one. Vectors are in vectors.h.
  *
  * The build compiles each kernel file once an instruction set, with HC_ISA defined as its name (generic, avx2, avx512,
  * avx512_bf16). Of a set with tiles (amx, amx_emulated) it compiles only what multiplies with them; all else is that of
  * HC_BASE. On aarch64 generic has NEON. What vector extensions do not say (widening 16-bit floats, dot products of
- * bytes) is here in intrinsics, with plain C for the rest. */
+ * bytes) is in intrinsics, with plain C for the rest. */
 #ifndef HETERO_ISA_H
 #define HETERO_ISA_H
 
@@ -28,63 +28,7 @@
 #define HC_TEXT_(a) #a
 #define HC_TEXT(a) HC_TEXT_(a)
 
-#define HC_LANES 16
-
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
-
-static inline f32x16 hc_load(const float *p) {
-    f32x16 v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-
-static inline void hc_store(float *p, f32x16 v) { memcpy(p, &v, sizeof v); }
-
-static inline f32x16 hc_all(float x) { return (f32x16){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-
-/* a * b + c; one rounding where the machine has it. */
-static inline f32x16 hc_fma(f32x16 a, f32x16 b, f32x16 c) {
-#if defined(__AVX512F__)
-    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#else
-    return a * b + c; /* contracted by the compiler (-ffp-contract=fast) */
-#endif
-}
-
-/* The sum of the lanes, in one order on all machines. */
-static inline float hc_sum(f32x16 v) {
-    float x[HC_LANES];
-    memcpy(x, &v, sizeof x);
-    for (int half = HC_LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++)
-            x[i] += x[i + half];
-    return x[0];
-}
-
-/* The first `count` of 16 floats, zeros behind; and the other way. */
-static inline f32x16 hc_load_some(const float *p, uint64_t count) {
-    float x[HC_LANES] = {0};
-    memcpy(x, p, count * sizeof *x);
-    return hc_load(x);
-}
-
-static inline void hc_store_some(float *p, f32x16 v, uint64_t count) { memcpy(p, &v, count * sizeof *p); }
-
-static inline f32x16 hc_widen_bf16(const uint16_t *p) {
-    u16x16 bits;
-    memcpy(&bits, p, sizeof bits);
-    return (f32x16)(__builtin_convertvector(bits, u32x16) << 16);
-}
-
-/* Rounded to nearest, ties to even; NaN stays NaN. */
-static inline u16x16 hc_narrow_bf16(f32x16 v) {
-    u32x16 bits = (u32x16)v, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet = bits >> 16 | 0x40;
-    u32x16 is_nan = (u32x16)(v != v);
-    return __builtin_convertvector((quiet & is_nan) | (rounded & ~is_nan), u16x16);
-}
+#define HC_LANES 16 /* columns and inputs come in multiples of it, whatever the width of vectors */
 
 static inline float hc_half_to_float(uint16_t half) {
 #if defined(__F16C__)
@@ -140,17 +84,6 @@ static inline uint16_t hc_float_to_half(float value) {
 #endif
 }
 
-static inline f32x16 hc_widen_f16(const uint16_t *p) {
-#if defined(__AVX512F__)
-    return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
-#else
-    float x[HC_LANES];
-    for (int i = 0; i < HC_LANES; i++)
-        x[i] = hc_half_to_float(p[i]);
-    return hc_load(x);
-#endif
-}
-
 /* Bytes of a number of an activation. */
 static inline uint64_t hc_width_of(uint64_t type) { return type == HC_F32 ? 4 : 2; }
 
@@ -160,32 +93,5 @@ static inline const void *hc_at(const void *p, uint64_t index, uint64_t type) {
 }
 
 static inline void *hc_to(void *p, uint64_t index, uint64_t type) { return (char *)p + index * hc_width_of(type); }
-
-/* The first `count` of 16 numbers of an activation, zeros behind; and the other way. */
-static inline f32x16 hc_load_as(const void *p, uint64_t count, uint64_t type) {
-    if (type == HC_F32)
-        return count == HC_LANES ? hc_load(p) : hc_load_some(p, count);
-    uint16_t bits[HC_LANES] = {0};
-    if (count == HC_LANES)
-        return hc_widen_bf16(p);
-    memcpy(bits, p, count * sizeof *bits);
-    return hc_widen_bf16(bits);
-}
-
-static inline void hc_store_as(void *p, f32x16 v, uint64_t count, uint64_t type) {
-    u16x16 bits;
-    if (type == HC_F32) {
-        if (count == HC_LANES)
-            hc_store(p, v);
-        else
-            hc_store_some(p, v, count);
-        return;
-    }
-    bits = hc_narrow_bf16(v);
-    if (count == HC_LANES)
-        memcpy(p, &bits, sizeof bits);
-    else
-        memcpy(p, &bits, count * sizeof(uint16_t));
-}
 
 #endif

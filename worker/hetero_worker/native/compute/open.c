@@ -16,7 +16,7 @@ V_INLINE void open_columns(void *x, const void *gates, uint64_t count, uint64_t 
 
 /* One gate for all columns. */
 V_INLINE void open_row(void *x, const void *gate, uint64_t count, uint64_t gates_type, const uint64_t type) {
-    vf shut = 1.0f + v_exp(-v_all(hc_load_as(gate, 1, gates_type)[0]));
+    vf shut = 1.0f + v_exp(-v_all(v_load_up_to_as(gate, 1, gates_type)[0]));
     for (uint64_t i = 0; i < count; i += HC_W) {
         void *at = hc_to(x, i, type);
         v_store_up_to_as(at, v_load_up_to_as(at, count - i, type) / shut, count - i, type);

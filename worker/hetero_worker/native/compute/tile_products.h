@@ -15,6 +15,38 @@
 #include "packing.h"
 #include "tiles.h"
 
+/* Vectors of 16 floats, which a row of a tile has. Emulated tiles, which are slow anyway, keep them in memory. */
+#if defined(HC_AMX_EMULATED) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wvector-operation-performance"
+#endif
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+
+HC_INLINE f32x16 hc_load(const float *p) {
+    f32x16 v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+HC_INLINE f32x16 hc_all(float x) { return x - (f32x16){0}; }
+
+/* a * b + c; one rounding where the machine has it. */
+HC_INLINE f32x16 hc_fma(f32x16 a, f32x16 b, f32x16 c) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return a * b + c; /* contracted by the compiler (-ffp-contract=fast) */
+#endif
+}
+
+/* The first `count` of 16 numbers of an activation, zeros behind. */
+HC_INLINE f32x16 hc_load_as(const void *p, uint64_t count, const uint64_t type) {
+    float x[HC_LANES];
+    for (uint64_t i = 0; i < HC_LANES; i += HC_W)
+        v_store(x + i, i < count ? v_load_up_to_as(hc_at(p, i, type), count - i, type) : v_all(0));
+    return hc_load(x);
+}
+
 #define HC_STEP_BYTES (HC_PAIRED_INPUTS * HC_PANEL * sizeof(uint16_t)) /* of a panel, for a tile's inputs */
 #define HC_PAIR_BYTES (2 * HC_PANEL * sizeof(uint16_t))                /* of a panel, for a pair */
 #define HC_TERM_BYTES (HC_TILE_ROWS * HC_TILE_BYTES)
