@@ -263,7 +263,7 @@ class LocalGroup:
                 return
             self._heal(healing, ended)
             if time.monotonic() >= look_at_s:
-                look_at_s = time.monotonic() + self._look_after(healing)
+                look_at_s = time.monotonic() + self._look_after()
                 self._write_record()
 
     def check_alive(self, *, settle_s: float = SETTLE_S) -> None:
@@ -286,13 +286,13 @@ class LocalGroup:
             self._update_record(phase="recovering", processes=self._pids())
             self._answered_s = time.monotonic() + GATEWAY_START_S
 
-    def _look_after(self, healing: Healing) -> float:
+    def _look_after(self) -> float:
         """Read the group's state and act on it; return the seconds until the next look."""
         try:
             topology = self._look(timeout_s=RUNNING_TOPOLOGY_TIMEOUT_S)
         except GroupFailedError:
-            # If a process's end used up the budget, the launcher's own error comes first.
-            self._heal(healing, self._supervisor.wait(0))
+            # The end of a process that used up the budget comes first, and the gateway may know of it sooner.
+            self.check_alive()
             raise
         if topology is None:
             self._kill_silent_gateway()
