@@ -99,13 +99,23 @@ V_INLINE void v_store_up_to(float *p, vf v, uint64_t count) {
         v_store(p, v);
 }
 
-V_INLINE vf v_widen(vh bits) { return (vf)(__builtin_convertvector(bits, vu) << 16); }
+V_INLINE vf v_widen(vh bits) {
+#if defined(__aarch64__)
+    return (vf)((vu)vmovl_u16((uint16x4_t)bits) << 16);
+#else
+    return (vf)(__builtin_convertvector(bits, vu) << 16);
+#endif
+}
 
 /* Rounded to nearest, ties to even; NaN stays NaN. */
 V_INLINE vh v_narrow(vf v) {
     vu bits = (vu)v, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet = bits >> 16 | 0x40;
-    vu is_nan = (vu)(v != v);
-    return __builtin_convertvector((quiet & is_nan) | (rounded & ~is_nan), vh);
+    vu is_nan = (vu)(v != v), narrow = (quiet & is_nan) | (rounded & ~is_nan);
+#if defined(__aarch64__)
+    return (vh)vmovn_u32((uint32x4_t)narrow);
+#else
+    return __builtin_convertvector(narrow, vh);
+#endif
 }
 
 V_INLINE vf v_widen_f16(vh bits) {
@@ -113,8 +123,10 @@ V_INLINE vf v_widen_f16(vh bits) {
     return (vf)_mm512_cvtph_ps((__m256i)bits);
 #elif defined(__AVX2__)
     return (vf)_mm256_cvtph_ps((__m128i)bits);
+#elif defined(__aarch64__)
+    return (vf)vcvt_f32_f16((float16x4_t)bits);
 #else
-    vf v;
+    vf v = {0};
     for (int i = 0; i < HC_W; i++)
         v[i] = hc_half_to_float(bits[i]);
     return v;
@@ -127,8 +139,10 @@ V_INLINE vh v_narrow_f16(vf v) {
     return (vh)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif defined(__AVX2__)
     return (vh)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__aarch64__)
+    return (vh)vcvt_f16_f32((float32x4_t)v);
 #else
-    vh bits;
+    vh bits = {0};
     for (int i = 0; i < HC_W; i++)
         bits[i] = hc_float_to_half(v[i]);
     return bits;
