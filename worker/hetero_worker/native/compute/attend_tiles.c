@@ -12,7 +12,7 @@
 static int takes_tiles(const hc_cache *cache) { return cache->type == HC_BF16 && cache->rows_type == HC_BF16; }
 
 /* 32 numbers of 16 bits, zeros behind the first `count`. */
-HC_INLINE u32x16 load_pairs(const void *from, uint64_t count) {
+V_INLINE u32x16 load_pairs(const void *from, uint64_t count) {
     u32x16 pairs = {0};
     if (count >= HC_PAIRED_INPUTS)
         memcpy(&pairs, from, sizeof pairs);
@@ -25,10 +25,10 @@ HC_INLINE u32x16 load_pairs(const void *from, uint64_t count) {
     return pairs;
 }
 
-HC_INLINE void store_pairs(void *to, u32x16 pairs) { memcpy(to, &pairs, sizeof pairs); }
+V_INLINE void store_pairs(void *to, u32x16 pairs) { memcpy(to, &pairs, sizeof pairs); }
 
 /* 16 vectors as the columns of what they were the rows of. */
-HC_INLINE void transpose(u32x16 rows[HC_LANES]) {
+V_INLINE void transpose(u32x16 rows[HC_LANES]) {
 #if HC_W == HC_LANES
     v_transpose((vf *)rows);
 #else
@@ -63,7 +63,7 @@ static void pack_keys(uint64_t head_dim, hc_sight sight, const hc_attend_work *w
 }
 
 /* The numbers of two tokens' rows side by side, the first token's above: 32 dimensions. */
-HC_INLINE void join_pairs(u32x16 first, u32x16 second, char *to) {
+V_INLINE void join_pairs(u32x16 first, u32x16 second, char *to) {
 #if defined(__AVX512BW__)
     static const uint16_t LOW[2 * HC_LANES] = {32, 0, 33, 1, 34, 2,  35, 3,  36, 4,  37, 5,  38, 6,  39, 7,
                                                40, 8, 41, 9, 42, 10, 43, 11, 44, 12, 45, 13, 46, 14, 47, 15};
@@ -129,7 +129,7 @@ typedef struct {
 } hc_exponent;
 
 /* 2 to the x, for x up to 0: within 2^-18 of it. What is less than -126 gives 0, what is no number stays so. */
-HC_INLINE f32x16 power_of_2(f32x16 x) {
+V_INLINE f32x16 power_of_2(f32x16 x) {
 #if defined(__AVX512DQ__)
     f32x16 rest = (f32x16)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 #else
@@ -154,7 +154,7 @@ HC_INLINE f32x16 power_of_2(f32x16 x) {
 
 /* Sums of tokens that the row does not see become -infinity, capped ones what they are in the end. Returns what weights are
  * made by; `maximum` is the largest score. */
-HC_INLINE hc_exponent exponent_of(float *sums, const hc_high *high, hc_sight seen, const hc_cache *cache, float *maximum) {
+V_INLINE hc_exponent exponent_of(float *sums, const hc_high *high, hc_sight seen, const hc_cache *cache, float *maximum) {
     uint64_t first = high->first_step * HC_PAIRED_INPUTS, past = high->behind_steps * HC_PAIRED_INPUTS;
     float scale = (float)cache->scale, soft_cap = (float)cache->soft_cap;
     vf largest = v_all(-FLT_MAX);
@@ -175,10 +175,10 @@ HC_INLINE hc_exponent exponent_of(float *sums, const hc_high *high, hc_sight see
 }
 
 /* To 16 bits, of which each of two terms has 8. */
-HC_INLINE f32x16 rounded(f32x16 weight) { return (f32x16)(((u32x16)weight + 0x80) & 0xffffff00); }
+V_INLINE f32x16 rounded(f32x16 weight) { return (f32x16)(((u32x16)weight + 0x80) & 0xffffff00); }
 
 /* Weights of a row, as tiles read them; returns their sum. */
-HC_INLINE float put_weights(const float *sums, const hc_high *high, hc_exponent exponent, char *to) {
+V_INLINE float put_weights(const float *sums, const hc_high *high, hc_exponent exponent, char *to) {
     union {
         f32x16 all;
         vf parts[HC_LANES / HC_W];

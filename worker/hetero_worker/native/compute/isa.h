@@ -52,16 +52,8 @@ static inline float hc_half_to_float(uint16_t half) {
 #endif
 }
 
-/* Rounded to nearest, ties to even. */
+/* Rounded to nearest, ties to even; where no instruction does it. */
 static inline uint16_t hc_float_to_half(float value) {
-#if defined(__F16C__)
-    return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
-#elif defined(__aarch64__)
-    __fp16 half = (__fp16)value;
-    uint16_t bits;
-    memcpy(&bits, &half, sizeof bits);
-    return bits;
-#else
     uint32_t bits, size, rest;
     memcpy(&bits, &value, sizeof bits);
     size = bits & 0x7fffffffu;
@@ -81,7 +73,6 @@ static inline uint16_t hc_float_to_half(float value) {
         rest = (size - (112u << 23) + 0xfffu + (size >> 13 & 1u)) >> 13;
     }
     return (uint16_t)((bits >> 16 & 0x8000u) | rest);
-#endif
 }
 
 /* Bytes of a number of an activation. */

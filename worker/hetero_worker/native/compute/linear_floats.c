@@ -54,10 +54,10 @@ typedef struct {
 #define UNIT(format) ((format) == HC_BF16 ? 2u : 1u)
 
 /* Bytes of a vector's lanes of a unit. */
-HC_INLINE uint64_t vector_bytes(uint64_t format) { return HC_W * UNIT(format) * hc_float_width(format); }
+V_INLINE uint64_t vector_bytes(uint64_t format) { return HC_W * UNIT(format) * hc_float_width(format); }
 
 /* Input `i` of a unit. */
-HC_INLINE vf widened(const char *p, const int format, const uint64_t i) {
+V_INLINE vf widened(const char *p, const int format, const uint64_t i) {
     vu pairs;
     switch (format) {
     case HC_BF16:
@@ -71,7 +71,7 @@ HC_INLINE vf widened(const char *p, const int format, const uint64_t i) {
 }
 
 /* Zeros, and the place where they will be written is asked for. */
-HC_INLINE void begin_sums(const int rows, const int vectors, vf sums[HC_MAX_TILE][HC_VECTORS], const hc_piece *piece) {
+V_INLINE void begin_sums(const int rows, const int vectors, vf sums[HC_MAX_TILE][HC_VECTORS], const hc_piece *piece) {
     if (rows > 1)
         hc_ask_for_corner(&piece->corner, (uint64_t)rows, (uint64_t)vectors * HC_W);
     HC_UNROLLED
@@ -81,7 +81,7 @@ HC_INLINE void begin_sums(const int rows, const int vectors, vf sums[HC_MAX_TILE
             sums[r][v] = v_all(0);
 }
 
-HC_INLINE void write_sums(const int rows, const int vectors, vf sums[HC_MAX_TILE][HC_VECTORS], const hc_piece *piece) {
+V_INLINE void write_sums(const int rows, const int vectors, vf sums[HC_MAX_TILE][HC_VECTORS], const hc_piece *piece) {
     float out[HC_MAX_TILE * HC_PANEL];
     HC_UNROLLED
     for (int r = 0; r < rows; r++)
@@ -91,7 +91,7 @@ HC_INLINE void write_sums(const int rows, const int vectors, vf sums[HC_MAX_TILE
     hc_write_tile(&piece->corner, (uint64_t)rows, (uint64_t)vectors * HC_W, out, piece->is_first, piece->is_last);
 }
 
-HC_INLINE void multiply_singly(const int rows, const int vectors, const int format, const hc_piece *piece) {
+V_INLINE void multiply_singly(const int rows, const int vectors, const int format, const hc_piece *piece) {
     const uint64_t unit = UNIT(format), vector = vector_bytes(format), step = HC_VECTORS * vector;
     const uint16_t *scales = piece->scales;
     uint64_t of_group = piece->left;
@@ -141,7 +141,7 @@ HC_INLINE void multiply_singly(const int rows, const int vectors, const int form
 }
 
 #if defined(__AVX512BF16__)
-HC_INLINE void multiply_pairs(const int rows, const hc_piece *piece) {
+V_INLINE void multiply_pairs(const int rows, const hc_piece *piece) {
     const uint64_t step = HC_VECTORS * vector_bytes(HC_BF16);
     vf sums[HC_MAX_TILE][HC_VECTORS];
     begin_sums(rows, HC_VECTORS, sums, piece);
@@ -177,7 +177,7 @@ static int has_pairs(const hc_linear_op *op) {
 #endif
 }
 
-HC_INLINE void multiply(const int rows, const int vectors, const int format, const hc_piece *piece) {
+V_INLINE void multiply(const int rows, const int vectors, const int format, const hc_piece *piece) {
 #if defined(__AVX512BF16__)
     if (format == PAIRS) {
         multiply_pairs(rows, piece);
@@ -193,7 +193,7 @@ HC_INLINE void multiply(const int rows, const int vectors, const int format, con
             multiply(n <= TILE ? n : 1, AT_ONCE(n), format, piece);                                                    \
         return;
 
-HC_INLINE void multiply_rows(uint64_t rows, const int format, const hc_piece *piece) {
+V_INLINE void multiply_rows(uint64_t rows, const int format, const hc_piece *piece) {
     switch (rows) {
         ROWS_CASE(1)
         ROWS_CASE(2)
@@ -226,7 +226,7 @@ static multiplier *const MULTIPLIERS[HC_FORMATS + 1] = {
     /* that have no inputs */
     [HC_I8] = multiply_f32,  [HC_I4] = multiply_f32,    [HC_F4] = multiply_f32};
 
-HC_INLINE void widen_all(const char *panel, const int format, uint64_t count, float *out) {
+V_INLINE void widen_all(const char *panel, const int format, uint64_t count, float *out) {
     const uint64_t unit = UNIT(format), vector = vector_bytes(format);
     for (uint64_t i = 0; i < count; i++)
         for (uint64_t v = 0; v < HC_VECTORS; v++, out += HC_W)

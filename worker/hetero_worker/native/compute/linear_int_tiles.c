@@ -35,7 +35,7 @@ typedef struct {
 typedef int32_t hc_dots[HC_TILE_ROWS][HC_PANEL];
 typedef float hc_sums[HC_TILE_ROWS][HC_PANEL];
 
-HC_INLINE void dot_group(const hc_piece *piece, uint64_t group, hc_dots dots, hc_amx *amx) {
+V_INLINE void dot_group(const hc_piece *piece, uint64_t group, hc_dots dots, hc_amx *amx) {
     (void)amx;
     const int8_t *w = piece->w + group * QUADS * ROW_BYTES;
     const int8_t *x = piece->x.q + group * GROUP / HC_X_UNIT * HC_TILE_ROWS * HC_X_UNIT + group * GROUP % HC_X_UNIT;
@@ -50,7 +50,7 @@ HC_INLINE void dot_group(const hc_piece *piece, uint64_t group, hc_dots dots, hc
     HC_AMX_STORE(amx, SUM_1, dots[0] + HC_LANES, sizeof *dots);
 }
 
-HC_INLINE void scale_group(const hc_piece *piece, uint64_t group, const hc_dots dots, const int is_by_row,
+V_INLINE void scale_group(const hc_piece *piece, uint64_t group, const hc_dots dots, const int is_by_row,
                            const int has_minima, hc_sums sums) {
     const hc_weight *weight = piece->weight;
     uint64_t at = weight->group ? group * GROUP / weight->group * HC_PANEL : 0;
@@ -74,7 +74,7 @@ HC_INLINE void scale_group(const hc_piece *piece, uint64_t group, const hc_dots 
     }
 }
 
-HC_INLINE void multiply(const int is_by_row, const int has_minima, const hc_piece *piece, hc_sums sums, hc_amx *amx) {
+V_INLINE void multiply(const int is_by_row, const int has_minima, const hc_piece *piece, hc_sums sums, hc_amx *amx) {
     _Alignas(64) hc_dots dots[2];
     uint64_t groups = hc_x_groups(piece->weight);
     memset(sums, 0, sizeof(hc_sums));

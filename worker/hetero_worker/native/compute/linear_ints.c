@@ -46,7 +46,7 @@ typedef struct {
 } hc_piece;
 
 /* sums += dot products of `count` inputs, a multiple of 4 (where two lie in a byte: of 8). */
-HC_INLINE void add_dots(const int rows, const int vectors, const int kind, const uint8_t *w, const int8_t *x,
+V_INLINE void add_dots(const int rows, const int vectors, const int kind, const uint8_t *w, const int8_t *x,
                         uint64_t count, vi (*sums)[HC_VECTORS]) {
     const uint64_t inputs = ARE_PACKED(kind) ? 8 : 4;
     for (const int8_t *end = x + count; x < end; x += inputs, w += 4 * HC_PANEL) {
@@ -76,7 +76,7 @@ HC_INLINE void add_dots(const int rows, const int vectors, const int kind, const
 
 #if HC_HAS_PAIRS
 /* The same of small weights. */
-HC_INLINE void add_pairs(const int rows, const int vectors, const int kind, const uint8_t *w, const int8_t *x,
+V_INLINE void add_pairs(const int rows, const int vectors, const int kind, const uint8_t *w, const int8_t *x,
                          uint64_t count, vi (*sums)[HC_VECTORS]) {
     const uint64_t inputs = ARE_PACKED(kind) ? 8 : 4;
     for (const int8_t *end = x + count; x < end;) {
@@ -113,7 +113,7 @@ HC_INLINE void add_pairs(const int rows, const int vectors, const int kind, cons
 }
 #endif
 
-HC_INLINE void multiply(const int rows, const int vectors, const int kind, const int is_by_row, const int has_minima,
+V_INLINE void multiply(const int rows, const int vectors, const int kind, const int is_by_row, const int has_minima,
                         const hc_piece *piece) {
     const hc_weight *weight = piece->weight;
     uint64_t in = hc_stored_inputs(weight), group = hc_x_group(weight);
@@ -181,10 +181,9 @@ HC_INLINE void multiply(const int rows, const int vectors, const int kind, const
     HC_UNROLLED
     for (int r = 0; r < rows; r++)
         HC_UNROLLED
-        for (int v = 0; v < vectors; v++) {
-            vf scale = is_by_row ? v_load_as(piece->scales + v * HC_W, HC_F16) : v_all(1);
-            v_store(out + (r * vectors + v) * HC_W, is_by_row ? sums[r][v] * scale : sums[r][v]);
-        }
+        for (int v = 0; v < vectors; v++)
+            v_store(out + (r * vectors + v) * HC_W,
+                    is_by_row ? sums[r][v] * v_load_as(piece->scales + v * HC_W, HC_F16) : sums[r][v]);
     hc_write_tile(&piece->corner, (uint64_t)rows, (uint64_t)vectors * HC_W, out, 1, 1);
 }
 
@@ -194,7 +193,7 @@ HC_INLINE void multiply(const int rows, const int vectors, const int kind, const
             multiply(n <= most ? n : 1, vectors, kind, is_by_row, has_minima, piece);                                  \
         return;
 
-HC_INLINE void multiply_rows(uint64_t rows, uint64_t vectors, const int kind, const int is_by_row, const int has_minima,
+V_INLINE void multiply_rows(uint64_t rows, uint64_t vectors, const int kind, const int is_by_row, const int has_minima,
                              const hc_piece *piece) {
     if (rows == 1) {
         multiply(1, HC_VECTORS, kind, is_by_row, has_minima, piece);

@@ -30,7 +30,7 @@ static hc_rows rows_of(const hc_linear_op *op, const hc_gated_op *gated) {
     return rows;
 }
 
-HC_INLINE void put_row(const hc_rows *rows, uint64_t row, const uint64_t type) {
+V_INLINE void put_row(const hc_rows *rows, uint64_t row, const uint64_t type) {
     const hc_linear_op *op = rows->op;
     const void *x = row < op->op.rows ? hc_at(op->x, row * op->x_stride, type) : NULL;
     char *to = rows->x + row / HC_TILE_ROWS * rows->of_tile + row % HC_TILE_ROWS * HC_TILE_BYTES;

@@ -10,21 +10,19 @@
 
 extern hc_kernel HC_NAME(route);
 
-#define INLINE static inline __attribute__((always_inline))
-
-INLINE vf term(const float *a, const float *b, int at) {
+V_INLINE vf term(const float *a, const float *b, int at) {
     vf x = v_load(a + at * HC_LANES);
     return b ? x * v_load(b + at * HC_LANES) : x;
 }
 
-INLINE vf of_two(const float *a, const float *b, int at) { return term(a, b, at) + term(a, b, at + 8); }
+V_INLINE vf of_two(const float *a, const float *b, int at) { return term(a, b, at) + term(a, b, at + 8); }
 
-INLINE vf of_four(const float *a, const float *b, int at) { return of_two(a, b, at) + of_two(a, b, at + 4); }
+V_INLINE vf of_four(const float *a, const float *b, int at) { return of_two(a, b, at) + of_two(a, b, at + 4); }
 
-INLINE vf of_eight(const float *a, const float *b, int at) { return of_four(a, b, at) + of_four(a, b, at + 2); }
+V_INLINE vf of_eight(const float *a, const float *b, int at) { return of_four(a, b, at) + of_four(a, b, at + 2); }
 
 /* The sum of a[i] * b[i], or of a[i] if b is NULL; both are filled up with zeros to whole blocks. */
-INLINE float sum_of(const float *a, const float *b, uint64_t count) {
+V_INLINE float sum_of(const float *a, const float *b, uint64_t count) {
     float lanes[HC_LANES];
     for (uint64_t lane = 0; lane < HC_LANES; lane += HC_W) {
         vf total = v_all(0);
@@ -50,7 +48,7 @@ static void widen_row(const void *from, uint64_t type, uint64_t count, float *to
 }
 
 /* e to the x, of x no further from 0 than 86: with x = n ln 2 + r it is 2^n (1 + r + r^2 q(r)). What is no number stays so. */
-INLINE vf exponential(vf x) {
+V_INLINE vf exponential(vf x) {
     const vf lowest = v_all(-86.0f), highest = v_all(86.0f), rounding = v_all(0x1.8p23f);
     x = v_choose(x < lowest, lowest, x);
     x = v_choose(x > highest, highest, x);
@@ -89,7 +87,7 @@ typedef struct {
 } hc_choice;
 
 /* Whether the value at `at` is the one at `last`, or comes before it in the order of a choice. */
-INLINE int is_before(const float *values, uint64_t at, uint64_t last) {
+V_INLINE int is_before(const float *values, uint64_t at, uint64_t last) {
     return hc_beats(values[at], values[last]) || (at <= last && !hc_beats(values[last], values[at]));
 }
 

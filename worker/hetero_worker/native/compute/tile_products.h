@@ -22,16 +22,16 @@
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 
-HC_INLINE f32x16 hc_load(const float *p) {
+V_INLINE f32x16 hc_load(const float *p) {
     f32x16 v;
     memcpy(&v, p, sizeof v);
     return v;
 }
 
-HC_INLINE f32x16 hc_all(float x) { return x - (f32x16){0}; }
+V_INLINE f32x16 hc_all(float x) { return x - (f32x16){0}; }
 
 /* a * b + c; one rounding where the machine has it. */
-HC_INLINE f32x16 hc_fma(f32x16 a, f32x16 b, f32x16 c) {
+V_INLINE f32x16 hc_fma(f32x16 a, f32x16 b, f32x16 c) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #else
@@ -40,7 +40,7 @@ HC_INLINE f32x16 hc_fma(f32x16 a, f32x16 b, f32x16 c) {
 }
 
 /* The first `count` of 16 numbers of an activation, zeros behind. */
-HC_INLINE f32x16 hc_load_as(const void *p, uint64_t count, const uint64_t type) {
+V_INLINE f32x16 hc_load_as(const void *p, uint64_t count, const uint64_t type) {
     float x[HC_LANES];
     for (uint64_t i = 0; i < HC_LANES; i += HC_W)
         v_store(x + i, i < count ? v_load_up_to_as(hc_at(p, i, type), count - i, type) : v_all(0));
@@ -69,7 +69,7 @@ static inline void hc_open_tiles(hc_amx *amx, uint64_t rows) {
 }
 
 /* Pairs of 32 inputs that are bfloat16 in the upper half of 32 bits, the first of a pair above. */
-HC_INLINE void hc_store_pairs(const u32x16 inputs[2], char *to) {
+V_INLINE void hc_store_pairs(const u32x16 inputs[2], char *to) {
 #if defined(__AVX512BW__)
     static const uint16_t HALVES[2 * HC_LANES] = {3,  1,  7,  5,  11, 9,  15, 13, 19, 17, 23, 21, 27, 25, 31, 29,
                                                   35, 33, 39, 37, 43, 41, 47, 45, 51, 49, 55, 53, 59, 57, 63, 61};
@@ -85,9 +85,9 @@ HC_INLINE void hc_store_pairs(const u32x16 inputs[2], char *to) {
 }
 
 /* Lanes that are infinite, or NaN. */
-HC_INLINE u32x16 hc_no_numbers(f32x16 x) { return (u32x16)(((u32x16)x & 0x7f800000) == 0x7f800000); }
+V_INLINE u32x16 hc_no_numbers(f32x16 x) { return (u32x16)(((u32x16)x & 0x7f800000) == 0x7f800000); }
 
-HC_INLINE int hc_has_any(u32x16 mask) {
+V_INLINE int hc_has_any(u32x16 mask) {
     uint64_t any = 0, parts[sizeof mask / sizeof any];
     memcpy(parts, &mask, sizeof mask);
     for (uint64_t i = 0; i < sizeof mask / sizeof any; i++)
@@ -97,7 +97,7 @@ HC_INLINE int hc_has_any(u32x16 mask) {
 
 /* 32 inputs of a row, to all terms; a single one takes what is bfloat16. What a term cuts off of a number is in the next
  * ones. `odd` is or-ed to the first term. */
-HC_INLINE void hc_put_numbers(f32x16 v[2], const u32x16 odd[2], const uint64_t terms, char *to) {
+V_INLINE void hc_put_numbers(f32x16 v[2], const u32x16 odd[2], const uint64_t terms, char *to) {
     for (uint64_t term = 0; term < terms; term++, to += HC_TERM_BYTES) {
         u32x16 parts[2];
         for (int i = 0; i < 2; i++) {
@@ -110,7 +110,7 @@ HC_INLINE void hc_put_numbers(f32x16 v[2], const u32x16 odd[2], const uint64_t t
 }
 
 /* The same, where infinity and NaN are the first term, NaN with a bit more lest it become infinity. */
-HC_INLINE void hc_put_terms(f32x16 v[2], const uint64_t terms, char *to) {
+V_INLINE void hc_put_terms(f32x16 v[2], const uint64_t terms, char *to) {
     u32x16 odd[2] = {hc_no_numbers(v[0]), hc_no_numbers(v[1])};
     if (terms > 1 && hc_has_any(odd[0] | odd[1])) {
         for (int i = 0; i < 2; i++) {
@@ -125,7 +125,7 @@ HC_INLINE void hc_put_terms(f32x16 v[2], const uint64_t terms, char *to) {
 }
 
 /* A row of `count` numbers to `steps` steps of all terms; NULL: of zeros. */
-HC_INLINE void hc_put_row(const void *x, uint64_t count, uint64_t steps, const uint64_t type, char *to) {
+V_INLINE void hc_put_row(const void *x, uint64_t count, uint64_t steps, const uint64_t type, char *to) {
     const uint64_t terms = hc_terms(type);
     for (uint64_t step = 0; step < steps; step++, to += terms * HC_TERM_BYTES) {
         f32x16 v[2];
@@ -153,7 +153,7 @@ typedef struct {
 } hc_product;
 
 /* Adds products to sums, or makes them. */
-HC_INLINE void hc_multiply(const int tiles, const uint64_t terms, int is_first, const hc_product *product, hc_amx *amx) {
+V_INLINE void hc_multiply(const int tiles, const uint64_t terms, int is_first, const hc_product *product, hc_amx *amx) {
     (void)amx;
     const uint64_t stride = product->sums_stride;
     const char *w = product->w, *x = product->x;

@@ -8,7 +8,6 @@
 #include "vectors.h"
 
 #define HC_UNROLLED _Pragma("GCC unroll 16")
-#define HC_INLINE static inline __attribute__((always_inline))
 #define HC_MAX_TILE 12
 #define HC_VECTORS (HC_PANEL / HC_W) /* in a panel */
 
@@ -90,7 +89,7 @@ static inline hc_ahead hc_ahead_of(const hc_stream *stream, const void *at, uint
 }
 
 /* Of the step at `at`. */
-HC_INLINE void hc_ask_for(const hc_ahead *ahead, uint64_t at) {
+V_INLINE void hc_ask_for(const hc_ahead *ahead, uint64_t at) {
     if (at < ahead->bytes)
         for (uint64_t line = ahead->first_line; line < ahead->behind_lines; line++)
             __builtin_prefetch(ahead->at + at + line * HC_LINE);
@@ -111,7 +110,7 @@ static inline hc_corner hc_corner_of(const hc_linear_op *op, float *sums, uint64
 
 /* Asks for what hc_write_tile is going to write, before the sums are made: in long prompts, and where other members of the
  * group read it, y is not in this core's cache. */
-HC_INLINE void hc_ask_for_corner(const hc_corner *corner, uint64_t rows, uint64_t columns) {
+V_INLINE void hc_ask_for_corner(const hc_corner *corner, uint64_t rows, uint64_t columns) {
     const hc_linear_op *op = corner->op;
     const char *y = hc_to(op->y, corner->row * op->y_stride + corner->column, op->y_type);
     uint64_t width = hc_width_of(op->y_type), bytes = columns * width;
@@ -128,7 +127,7 @@ typedef struct {
 } hc_row;
 
 /* Adds a vector of a row to the sum of the blocks before, unless is_first. The last block's sum, and the bias, go to y. */
-HC_INLINE void hc_write(const hc_row *row, uint64_t column, uint64_t count, vf value, int is_first, int is_last,
+V_INLINE void hc_write(const hc_row *row, uint64_t column, uint64_t count, vf value, int is_first, int is_last,
                         const uint64_t y_type, const uint64_t bias_type) {
     if (!is_first)
         value = v_load_up_to(row->sum + column, count) + value;
@@ -141,7 +140,7 @@ HC_INLINE void hc_write(const hc_row *row, uint64_t column, uint64_t count, vf v
     v_store_up_to_as(hc_to(row->y, column, y_type), value, count, y_type);
 }
 
-HC_INLINE void hc_write_rows(const hc_corner *corner, uint64_t rows, uint64_t columns, const float *sums, int is_first,
+V_INLINE void hc_write_rows(const hc_corner *corner, uint64_t rows, uint64_t columns, const float *sums, int is_first,
                              int is_last, const uint64_t y_type, const uint64_t bias_type) {
     const hc_linear_op *op = corner->op;
     hc_row at = {hc_to(op->y, corner->row * op->y_stride + corner->column, y_type), NULL,

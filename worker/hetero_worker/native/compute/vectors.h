@@ -1,5 +1,6 @@
 /* Vectors as wide as the registers of the instruction set (HC_W floats), and what kernels compute with them: compilers keep
- * wider ones in memory, at a tenth of the speed. Where a product goes into a sum, v_fma says so: a row has the same bits in whatever loop it is in. */
+ * wider ones in memory, at a tenth of the speed. Where a product goes into a sum, v_fma says so: a row has the same bits in
+ * whatever loop it is in. */
 #ifndef HETERO_VECTORS_H
 #define HETERO_VECTORS_H
 
