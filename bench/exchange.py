@@ -30,7 +30,7 @@ from hetero_worker.distributed.exchange import HostExchange
 from hetero_worker.distributed.gloo_exchange import GlooExchange
 from hetero_worker.distributed.native_exchange import load
 from hetero_worker.distributed.shm_exchange import AREA_BYTES, ShmExchange
-from hetero_worker.distributed.shm_segment import SegmentLayout, ShmSegment
+from hetero_worker.distributed.shm_segment import SegmentLayout, ShmSegment, unlink
 from tests.support.rank_processes import RankContext, run_ranks
 
 RESULTS: Final = Path(__file__).parent / "results"
@@ -77,7 +77,7 @@ def _shared(ranks: RankContext, gloo: HostExchange) -> ShmExchange:
     if ranks.rank == 1:
         segment = ShmSegment.attach(name, layout, rank=1)
     gloo.broadcast(torch.zeros(1), 1)
-    segment.unlink()
+    unlink(name)
     loaded = load()
     if loaded.library is None:
         raise SystemExit(loaded.reason)

@@ -100,6 +100,15 @@ def test_a_rank_that_is_killed_in_an_exchange_ends_it_for_all_within_two_seconds
     assert bodies.shm_left_over(segment_prefix()) == []
 
 
+def test_a_segment_goes_though_the_rank_that_made_it_is_killed_before_it_can_remove_the_name() -> None:
+    killed, second, third = run_ranks(bodies.killed_creator, 3, may_die=[0])
+
+    assert killed is None
+    assert second
+    assert third
+    assert bodies.shm_left_over(segment_prefix()) == []
+
+
 @NATIVE
 @pytest.mark.parametrize("waiting", [0, 1], ids=["source", "receiver"])
 def test_a_link_whose_other_end_is_killed_ends_within_two_seconds(waiting: int, kind: int) -> None:

@@ -11,7 +11,7 @@ from hetero_worker.backends.cuda.backend import CudaBackend
 from hetero_worker.backends.cuda.streams import CudaStreams
 from hetero_worker.distributed.hierarchical import HierarchicalExchange
 from hetero_worker.distributed.routes import Link, Routes
-from hetero_worker.distributed.shm_segment import SHM_FOLDER, SegmentLayout, ShmSegment
+from hetero_worker.distributed.shm_segment import SHM_FOLDER, SegmentLayout, ShmSegment, unlink
 from hetero_worker.distributed.staging import StreamStaging, direct_links
 from tests.support.gpu_needed import skip_without_gpu
 from tests.support.shm_threads import PAGE, exchanges
@@ -32,7 +32,7 @@ def device() -> torch.device:
 
 def test_a_segment_is_pinned_until_its_rank_leaves(device: torch.device) -> None:
     segment = ShmSegment.create("hetero-test-pins", SegmentLayout(1, PAGE))
-    segment.unlink()
+    unlink("hetero-test-pins")
     memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
     assert not memory.is_pinned()
     assert segment.pin(CudaStreams(device)) == ""

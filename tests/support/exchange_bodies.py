@@ -10,12 +10,14 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.exchange import HostExchange, PendingTensor
 from hetero_worker.distributed.routes import NO_ROUTES, Link, Routes
+from hetero_worker.distributed.shm_segment import SegmentLayout, ShmSegment
 from hetero_worker.errors import ExchangeAborted, ExchangeError, ExchangeTimeout, PeerLost
 from tests.support.rank_processes import RankContext
 
@@ -176,6 +178,25 @@ def killed_peer(ranks: RankContext, kind: ranks_pb2.ExchangeKind.ValueType) -> t
         group.close()
         return time.monotonic() - began, str(error)
     raise AssertionError("a dead rank took part in a round")
+
+
+def killed_creator(ranks: RankContext) -> str:
+    """Rank 0 is killed between creating a segment and removing its name; what the others are told."""
+    group = ranks.form(ranks_pb2.EXCHANGE_KIND_SHM)
+    create = ShmSegment.create
+
+    def create_and_die(name: str, layout: SegmentLayout, *, folder: Path) -> ShmSegment:
+        create(name, layout, folder=folder)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("SIGKILL came back")
+
+    try:
+        with patch.object(ShmSegment, "create", create_and_die):
+            group.coordinator.connect_routes(Routes(links=(Link(0, 0, (1,)),)), NO_ROUTES)
+    except ExchangeError as error:
+        group.close()
+        return str(error)
+    raise AssertionError("a dead rank took part in making an exchange")
 
 
 def killed_end_of_a_link(ranks: RankContext, kind: ranks_pb2.ExchangeKind.ValueType, waiting: int) -> tuple[float, str]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from hetero_worker.distributed.native_exchange import load
 from hetero_worker.distributed.routes import NO_ROUTES, Routes
 from hetero_worker.distributed.shm_exchange import ShmExchange
-from hetero_worker.distributed.shm_segment import SegmentLayout, ShmSegment
+from hetero_worker.distributed.shm_segment import SegmentLayout, ShmSegment, unlink
 
 PAGE = mmap.PAGESIZE
 T = TypeVar("T")
@@ -29,7 +29,7 @@ def segments(folder: Path, layout: SegmentLayout) -> list[ShmSegment]:
     """One segment, as each rank has it."""
     made = [ShmSegment.create("segment", layout, folder=folder)]
     made += [ShmSegment.attach("segment", layout, rank=rank, folder=folder) for rank in range(1, layout.world_size)]
-    made[0].unlink()
+    unlink("segment", folder=folder)
     return made
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_worker.distributed.shm_segment import SegmentLayout, ShmSegment
+from hetero_worker.distributed.shm_segment import SegmentLayout, ShmSegment, unlink
 from hetero_worker.errors import ExchangeError
 from tests.support.shm_threads import PAGE
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.unit
 def test_segment_is_the_owners_alone_and_zeroed(tmp_path: Path) -> None:
     segment = ShmSegment.create("segment", SegmentLayout(2, PAGE), folder=tmp_path)
     mode = stat.S_IMODE(os.stat(segment.path).st_mode)
-    segment.unlink()
-    segment.unlink()
+    unlink("segment", folder=tmp_path)
+    unlink("segment", folder=tmp_path)
 
     assert mode == 0o600
     assert not any(segment.memory[:])

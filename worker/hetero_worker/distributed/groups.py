@@ -27,7 +27,7 @@ from hetero_worker.distributed.native_exchange import load
 from hetero_worker.distributed.rendezvous import Agreement, GroupRequest, PrefixStore
 from hetero_worker.distributed.routes import Link, Ranks, Routes
 from hetero_worker.distributed.shm_exchange import ShmExchange
-from hetero_worker.distributed.shm_segment import SegmentLayout, ShmSegment
+from hetero_worker.distributed.shm_segment import SegmentLayout, ShmSegment, unlink
 from hetero_worker.distributed.tcp.exchange import connect
 from hetero_worker.errors import ExchangeError, SegmentNotShared
 from hetero_worker.native.loading import Loaded
@@ -110,10 +110,10 @@ class HostGroups:
         """Return an exchange over a new segment, or why the ranks share none. Raises ExchangeError, on every rank."""
         request = self._request
         layout = SegmentLayout(request.world_size, request.area_bytes, routes)
-        segment: ShmSegment | None = None
-        problem = ""
+        self._num_segments += 1
+        segment, no_room = self._create(layout) if request.rank == 0 else (None, None)
         try:
-            segment = self._create(layout)
+            self._agreement.agree(no_room, f"create the shared segment {self._segment_name!r}")
             segment, problem = self._attach(segment, layout)
             if not problem and segment is not None:
                 problem = self._probe(segment)
@@ -122,30 +122,21 @@ class HostGroups:
                 segment.leave()
             raise
         finally:
-            if segment is not None:
-                segment.unlink()
+            # Every rank does so: rank 0 may have died in between.
+            if no_room is None:
+                unlink(self._segment_name, folder=request.shm_folder)
         if problem or segment is None:
             if segment is not None:
                 segment.leave()
             return None, problem
         return ShmExchange(segment, timeout_s=request.timeout_s, library=self._loaded.library), ""
 
-    def _create(self, layout: SegmentLayout) -> ShmSegment | None:
-        """Create the segment on rank 0; return None elsewhere."""
-        self._num_segments += 1
-        segment, problem = None, None
-        if self._request.rank == 0:
-            try:
-                segment = ShmSegment.create(self._segment_name, layout, folder=self._request.shm_folder)
-            except ExchangeError as error:
-                problem = error
+    def _create(self, layout: SegmentLayout) -> tuple[ShmSegment | None, ExchangeError | None]:
+        """Create the segment; return it or why there is none."""
         try:
-            self._agreement.agree(problem, f"create the shared segment {self._segment_name!r}")
-        except BaseException:
-            if segment is not None:
-                segment.unlink()
-            raise
-        return segment
+            return ShmSegment.create(self._segment_name, layout, folder=self._request.shm_folder), None
+        except ExchangeError as error:
+            return None, error
 
     def _attach(self, segment: ShmSegment | None, layout: SegmentLayout) -> tuple[ShmSegment | None, str]:
         """Attach the other ranks; return the segment and why not all ranks share it."""

@@ -215,11 +215,6 @@ class ShmSegment:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0))
         return cls(path, layout, rank, mmap.mmap(fd, layout.total_bytes), fd)
 
-    def unlink(self) -> None:
-        """Remove the name; the memory stays for those who map it. Idempotent."""
-        with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()
-
     def pin(self, pins: HostPins) -> str:
         """Let a device copy from and to the segment until `leave`. Return why it cannot; empty if it can."""
         problem = pins.pin(self._address, len(self.memory))
@@ -257,6 +252,12 @@ class ShmSegment:
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
         kind: int = _FLOCK.unpack(fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, asked))[0]
         return kind != fcntl.F_UNLCK
+
+
+def unlink(name: str, *, folder: Path = SHM_FOLDER) -> None:
+    """Remove a segment's name; the memory stays for those who map it. Idempotent, on any rank."""
+    with contextlib.suppress(FileNotFoundError):
+        _path(folder, name).unlink()
 
 
 def _mark(nonce: int, rank: int) -> int:
