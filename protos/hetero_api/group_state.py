@@ -19,6 +19,11 @@ class GroupState(StrEnum):
     DRAINING = "draining"
     CLOSED = "closed"
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether the group answers requests, though it may have to wake up first."""
+        return self in (GroupState.READY, GroupState.ASLEEP)
+
     def to_proto(self) -> admin_pb2.GroupState.ValueType:
         """Return the value that messages carry."""
         return admin_pb2.GroupState.Value(f"GROUP_STATE_{self.name}")

@@ -31,7 +31,7 @@ from hetero_client.home import HeteroHome
 from hetero_client.launcher.run_directory import GroupRecord, RunDirectory
 from tests.chaos.crowd import Doors, Question, ask_undisturbed
 from tests.chaos.host_faults import Shim, is_inside, mount_small, unmount
-from tests.chaos.statuses import SERVES, Wound
+from tests.chaos.statuses import Wound
 from tests.support.local_group import REPOSITORY, GroupFile, LocalGroupProcess, alive, shared_segments, write_manifest
 from tests.support.pseudo_gpu_up import MODULE, write_mixed_manifest
 from tests.support.tiny_models import save_tiny_model
@@ -318,7 +318,7 @@ class Scene:
         if bad := [name for name, pid in record.processes.items() if pid in gone or not is_running(pid)]:
             return f"{bad} do not run"
         topology = self.topology()
-        if topology is None or topology.state not in SERVES or not all(rank.joined for rank in topology.ranks):
+        if topology is None or not topology.state.is_serving or not all(rank.joined for rank in topology.ranks):
             return f"the gateway says {topology and (topology.state, topology.reason)}"
         if topology.state is GroupState.ASLEEP and not (topology.idle and topology.idle.rests):
             return "it sleeps, and is not at rest"

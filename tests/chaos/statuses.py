@@ -20,7 +20,6 @@ from tests.support.entered_thread import EnteredThread
 
 LOOK_S: Final = 0.03
 ANSWER_S: Final = 0.5
-SERVES: Final = frozenset((GroupState.READY, GroupState.ASLEEP))
 DEATH_S: Final = 3.0
 """From a process's end until nobody may claim that it serves: milliseconds, and what a busy machine adds."""
 RANK_FROZEN_S: Final = 6.0
@@ -88,7 +87,7 @@ class Claims:
 def _of_counts(topologies: Sequence[TopologyClaim]) -> list[str]:
     problems, epochs = [], dict[int, int]()
     for claim in topologies:
-        if claim.state in SERVES and not all(claim.joined):
+        if claim.state.is_serving and not all(claim.joined):
             problems.append(f"{claim.state} in epoch {claim.epoch} with ranks {claim.joined}")
         if claim.epoch < epochs.get(claim.gateway, 0):
             problems.append(f"epoch {claim.epoch} after {epochs[claim.gateway]} of the same gateway")
@@ -112,7 +111,7 @@ def _of_wound(wound: Wound, topologies: Sequence[TopologyClaim], records: Sequen
     held = before[-1]
     for claim in topologies:
         is_same = (claim.gateway, claim.epoch) == (held.gateway, held.epoch)
-        if is_same and claim.state in SERVES and wound.noticed_s < claim.asked_s < wound.until_s:
+        if is_same and claim.state.is_serving and wound.noticed_s < claim.asked_s < wound.until_s:
             after_s = claim.asked_s - wound.since_s
             problems.append(f"{claim.state} in epoch {claim.epoch}, {after_s:.1f} s after {wound.name} {_state(wound)}")
             break

@@ -251,6 +251,20 @@ def test_a_gateway_is_restarted_on_the_ports_that_it_had(launcher: Launcher) -> 
     assert launcher.end()[0] == EXIT_OK
 
 
+def test_a_gateway_that_waits_for_its_restart_is_not_said_to_serve(launcher: Launcher) -> None:
+    process = launcher.start(recovery="maxRestarts: 10")
+    for _ in range(4):  # after pauses of 0, 0.5, 1 and 2 s
+        before = launcher.until_ready()
+        os.kill(before.processes["gateway"], signal.SIGKILL)
+        time.sleep(0.75)
+        after = launcher.run.read_record()
+        assert after is not None
+        assert (after.phase, after.processes["gateway"]) != ("ready", before.processes["gateway"])
+        launcher.until_replaced("gateway", before)
+    process.send_signal(signal.SIGINT)
+    assert launcher.end()[0] == EXIT_OK
+
+
 def test_a_frozen_rank_is_killed_and_restarted(launcher: Launcher) -> None:
     process = launcher.start()
     before = launcher.until_ready()

@@ -51,15 +51,15 @@ class Healing:
     def handle(self, ended: Sequence[Child]) -> bool:
         """Schedule restarts of children that ended, kill what hangs, start what is due.
 
-        Returns whether anything was started. Raises ProcessDiedError or RestartsExhaustedError when the group must end.
+        Returns whether a service ended or was started. Raises ProcessDiedError or RestartsExhaustedError when the group
+        must end.
         """
-        for child in sorted(ended, key=lambda child: child.failed_permanently, reverse=True):
-            service = self._services.find(child)
-            if service is not None:
-                self._schedule_restart(service, child)
+        served = {child: service for child in ended if (service := self._services.find(child)) is not None}
+        for child in sorted(served, key=lambda child: child.failed_permanently, reverse=True):
+            self._schedule_restart(served[child], child)
         for child, why in self._services.kill_hung():
             self._report(f"{child.name} (pid {child.pid}) {why}; it is killed")
-        return bool(self._services.start_due())
+        return bool(self._services.start_due() or served)
 
     def _schedule_restart(self, service: Service, child: Child) -> None:
         if child.failed_permanently:

@@ -298,7 +298,7 @@ class LocalGroup:
             self._kill_silent_gateway()
             return HEALING_LOOK_S
         self._answered_s = time.monotonic()
-        if topology.state != GroupState.READY or not all(service.is_running for service in self._services.all):
+        if not topology.state.is_serving or not all(service.is_running for service in self._services.all):
             return HEALING_LOOK_S
         if self.record.phase != "ready":
             self._report(f"ready again, epoch {topology.epoch}")

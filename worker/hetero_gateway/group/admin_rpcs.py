@@ -124,7 +124,7 @@ class AdminRpcs:
     async def drain(self) -> admin_pb2.DrainResponse:
         """Go to DRAINING, for good; return once no request is in flight."""
         if self._group.state is not GroupState.DRAINING:
-            if self._group.state not in (GroupState.READY, GroupState.ASLEEP):
+            if not self._group.state.is_serving:
                 self._refuse("Drain", GroupState.READY)
             self._group.drain()
         await self._core.wait_idle()

@@ -44,7 +44,6 @@ from hetero_gateway.group.status import describe_epoch, describe_ranks
 logger = logging.getLogger(__name__)
 
 _LAST_STATES: Final = (GroupState.DRAINING, GroupState.CLOSED)
-_SERVING: Final = (GroupState.READY, GroupState.ASLEEP)
 LEAVING_S: Final = 20.0
 """Longest time from an epoch's end to a rank's next Hello, unless the rank was loading."""
 DRAIN_NOTICE_S: Final = 2.0
@@ -262,7 +261,7 @@ class Group:
         """Go to a state. A draining group only goes on to CLOSED; one whose epoch is over cannot say that it serves."""
         if self.state is GroupState.DRAINING and state is not GroupState.CLOSED:
             return  # the epoch may go on, and end
-        if state in _SERVING and self.current is None:
+        if state.is_serving and self.current is None:
             return
         self.state = state
         self.adapters.note_change()
@@ -295,7 +294,7 @@ class Group:
     @property
     def is_ready(self) -> bool:
         """Whether requests are served, if need be after the group has woken from its rest."""
-        return self.state in _SERVING and self._core.is_serving
+        return self.state.is_serving and self._core.is_serving
 
     @property
     def failed(self) -> bool:
@@ -320,7 +319,7 @@ class Group:
     def topology(self) -> admin_pb2.GetTopologyResponse:
         """Return Admin.GetTopology's answer."""
         placement = self.placement.current
-        is_over = self.current is None and self.state in _SERVING  # `run` comes to say so when the loop gets there
+        is_over = self.current is None and self.state.is_serving  # `run` comes to say so when the loop gets there
         answer = admin_pb2.GetTopologyResponse(
             name=self._settings.name,
             state=(GroupState.ABORTED if is_over else self.state).to_proto(),
