@@ -6,6 +6,8 @@ import ctypes
 import gc
 from ctypes import c_int, c_void_p
 
+import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -164,11 +166,28 @@ def test_scratch_is_aligned_and_lasts_as_long_as_a_recording() -> None:
         second = op_queue.scratch(large)
     assert first % ALIGNMENT == second % ALIGNMENT == 0
     assert first != second
-    kept = [each for each in recorded.kept if isinstance(each, ctypes.Array)]
-    begins = [ctypes.addressof(each) for each in kept]
+    kept = [each for each in recorded.kept if isinstance(each, np.ndarray)]
     assert all(
-        begin <= address < begin + len(each) for begin, each, address in zip(begins, kept, (first, second), strict=True)
+        each.ctypes.data <= address < each.ctypes.data + len(each)
+        for each, address in zip(kept, (first, second), strict=True)
     )
+
+
+def test_scratch_of_more_and_more_rows_takes_no_memory_until_it_is_written_and_at_most_four_times_the_largest() -> None:
+    op_queue = op_queue_of(16)
+    cache = {"block_size": 16, "kv_heads": 8, "heads": 32, "head_dim": 128, "scale": 1.0}
+    before, needed, recordings = psutil.Process().memory_info().rss, 0, []
+    for rows in range(1, 65):
+        op = attend_op(rows, cache)
+        op.longest = 8192
+        with op_queue.computing_in(Arena()), op_queue.recording() as recorded:
+            op_queue.scratch(op)
+        needed = max(needed, op_queue.team.scratch_bytes(op))
+        recordings.append(recorded)
+    kept = {id(each): len(each) for recorded in recordings for each in recorded.kept if isinstance(each, np.ndarray)}
+    assert needed > 2**24
+    assert sum(kept.values()) < 4 * needed
+    assert psutil.Process().memory_info().rss - before < needed
 
 
 def test_a_common_arena_gives_each_recording_the_same_memory() -> None:

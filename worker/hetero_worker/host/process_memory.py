@@ -9,15 +9,15 @@ largest step takes. When a rank goes to sleep between steps, it gives back what 
 *Code.* Pages of a library that were read once count as a process's memory as long as they are mapped, though the system
 keeps them for all processes anyway, and many of them served initialisers alone. Pages that were given back are mapped
 again when they are needed: a small page fault, for some pages together. The initialisers of torch's libraries go
-through
-much of their code, so `import_torch` gives it back before and after Python's part of the import, which takes as much
-memory again.
+through much of their code, so `import_torch` gives it back before and after Python's part of the import, which takes as
+much memory again.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -92,6 +92,16 @@ def unchanged_mappings(smaps: str) -> list[Mapping]:
 
 _LIBRARIES: Final = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch_cpu.so", ctypes.RTLD_LOCAL))
 """In the order and the way in which torch loads them."""
+
+
+def prepare_threads(num_threads: int) -> None:
+    """Set the environment for the threads of torch and numpy, which read it when they are imported.
+
+    OpenMP's threads would spin for some milliseconds after each operation, on cores that the native team computes on.
+    """
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[variable] = str(num_threads)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def import_torch() -> None:

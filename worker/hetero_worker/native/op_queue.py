@@ -19,6 +19,7 @@ from ctypes import c_char
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from hetero_worker.native.compute_library import ffi
@@ -119,7 +120,7 @@ class OpQueue:
         self.team = team
         self._arena: Arena | CommonArena | None = None
         self._recorded: RecordedOps | None = None
-        self._scratch = (c_char * ALIGNMENT)()
+        self._scratch = np.empty(ALIGNMENT, dtype=np.uint8)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return a tensor of undefined content for an operation to write."""
@@ -130,16 +131,18 @@ class OpQueue:
     def scratch(self, op: Any) -> int:
         """Return the address of as much scratch as the operation needs, aligned to 64 bytes; 0 if it needs none.
 
-        It belongs to the operation until the next one is submitted.
+        It belongs to the operation until the next one is submitted. What no operation writes is never touched, and
+        takes no memory. It grows by doubling: recordings keep what they were made with, which is together at most four
+        times what the largest operation needs.
         """
         needed = self.team.scratch_bytes(op)
         if not needed:
             return 0
         if len(self._scratch) < needed + ALIGNMENT:
-            self._scratch = (c_char * (needed + ALIGNMENT))()
+            self._scratch = np.empty(max(needed + ALIGNMENT, 2 * len(self._scratch)), dtype=np.uint8)
         if self._recorded is not None and self._recorded.kept[-1] is not self._scratch:
             self._recorded.kept.append(self._scratch)
-        return -(-ctypes.addressof(self._scratch) // ALIGNMENT) * ALIGNMENT
+        return -(-self._scratch.ctypes.data // ALIGNMENT) * ALIGNMENT
 
     def submit(self, op: Any, *kept: object) -> None:
         """Run the operation. `kept`: everything that it points at, except memory of `empty` and `scratch`."""

@@ -30,7 +30,7 @@ from hetero_api.program import ProgramParser, read_log_level
 from hetero_worker.errors import ExchangeTimeout
 from hetero_worker.host.numa import LinuxKernel
 from hetero_worker.host.pinning import PinningReport, PinningRequest, pin
-from hetero_worker.host.process_memory import keep_freed_memory
+from hetero_worker.host.process_memory import keep_freed_memory, prepare_threads
 from hetero_worker.process.config import core_list, count, cuda_device, numa_policy, positive, seconds
 
 if TYPE_CHECKING:
@@ -119,8 +119,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     try:
         request = PinningRequest(config.cores, config.num_threads, config.numa_policy)
         pinning = pin(request, topology=CpuTopology.read(), kernel=LinuxKernel())
-        for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-            os.environ[variable] = str(pinning.num_threads)
+        prepare_threads(pinning.num_threads)
         keep_freed_memory()
         print(json.dumps(_measure(config, pinning)), flush=True)
     except HeteroError as error:

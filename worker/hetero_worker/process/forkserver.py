@@ -98,13 +98,11 @@ def _redirect(log: str) -> None:
 
 def run() -> None:
     """Run the forkserver until standard input ends."""
-    # Before numpy and torch are imported: their libraries would start threads, one for each of the machine's cores.
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ[variable] = "1"
     gc.disable()  # imports create much and free nothing: collecting garbage would take a sixth of their time
-    from hetero_worker.host.process_memory import import_torch
+    from hetero_worker.host.process_memory import import_torch, prepare_threads
     from hetero_worker.process.rank import main, preload
 
+    prepare_threads(1)  # else the libraries would start threads, one for each of the machine's cores
     import_torch()
     preload()
     gc.freeze()  # collecting would write to imported objects, and each rank would get its own copy of their pages

@@ -29,7 +29,7 @@ from hetero_api.host.topology import CpuTopology
 from hetero_worker.host.binding import CoreBinding
 from hetero_worker.host.numa import LinuxKernel
 from hetero_worker.host.pinning import PinningReport, PinningRequest
-from hetero_worker.host.process_memory import keep_freed_memory
+from hetero_worker.host.process_memory import keep_freed_memory, prepare_threads
 from hetero_worker.process.config import RankConfig
 from hetero_worker.process.reconnect import ReconnectingRank
 
@@ -42,7 +42,6 @@ _log = logging.getLogger(__name__)
 MakeBackend = Callable[[RankConfig], "DeviceBackend"]
 """Type of `backend_of`; tests pass their own."""
 
-_THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _VISIBLE_GPUS: Final = "CUDA_VISIBLE_DEVICES"
 _LEAVE_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _START_LIMIT_S: Final = 600.0
@@ -79,8 +78,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], *, make_backe
         )  # fmt: skip
         binding = CoreBinding.make(pinning, topology=CpuTopology.read(), kernel=LinuxKernel())
         _log_pinning(binding.report)
-        for variable in _THREAD_VARIABLES:
-            os.environ[variable] = str(binding.report.num_threads)
+        prepare_threads(binding.report.num_threads)
         if not keep_freed_memory():
             _log.warning("this C library has no mallopt: steps pay page faults for their buffers")
         return _run(config, binding, heartbeat=heartbeat, make_backend=make_backend)
