@@ -47,7 +47,7 @@ ROLLED_OUT_LEN: Final = 4000
 ENGINE: Final = {"maxNumSeqs": 6, "maxNumBatchedTokens": 64}
 """So small that requests queue, and that a long prompt takes many steps."""
 SLEEP_AFTER_S: Final = 2
-HELPERS: Final = {"forkserver": "hetero_worker.process.forkserver", "warden": "warden.py"}
+HELPERS: Final = {"forkserver": "forkserver", "warden": "warden.py"}
 """Processes that the launcher's record does not name, by a word of their command lines."""
 LAUNCHER: Final = "launcher"
 GATEWAY: Final = "gateway"
@@ -63,10 +63,6 @@ class Setting:
     """With TLS as well."""
     has_gpu: bool = False
     """A rank on a GPU that the host plays."""
-
-    @property
-    def has_forkserver(self) -> bool:
-        return not self.has_gpu
 
 
 PLAIN: Final = Setting("plain", {"leader": "cpu-0", "holder": "cpu-1", "helper": "cpu-2"})
@@ -323,8 +319,8 @@ class Scene:
         if topology.state is GroupState.ASLEEP and not (topology.idle and topology.idle.rests):
             return "it sleeps, and is not at rest"
         helpers = self._helpers()
-        wanted = {"warden", *(["forkserver"] if self.setting.has_forkserver else [])}
-        return f"{helpers} beside {record.processes}" if set(helpers) != wanted or gone & set(helpers.values()) else ""
+        is_whole = set(helpers) == set(HELPERS) and not gone & set(helpers.values())
+        return "" if is_whole else f"{helpers} beside {record.processes}"
 
     def _helpers(self) -> dict[str, int]:
         """The launcher's other children, by name; any that nobody knows by its command line."""

@@ -14,10 +14,8 @@ from typing import Final, NamedTuple
 import torch
 
 from hetero_api.gguf_file import GgmlType
-from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
+from hetero_worker.checkpoints.quantized_matrix import TWICE_E2M1, QuantizedMatrix
 
-_MXFP4_TWICE: Final = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
-"""Twice the 4-bit floats (E2M1), by their bits."""
 _MXFP4_EXPONENT: Final = 128
 """What a stored exponent of half a scale is larger by."""
 _IQ4: Final = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8)
@@ -129,7 +127,7 @@ def _iq4_xs(blocks: torch.Tensor) -> _Unpacked:
 def _mxfp4(blocks: torch.Tensor) -> _Unpacked:
     """Unpack an exponent and 16 bytes of 4-bit floats. Scales below float16's, of weights below 10^-6, become 0."""
     scales = torch.exp2(blocks[..., :1].float() - _MXFP4_EXPONENT)
-    return _Unpacked(_MXFP4_TWICE[_nibbles(blocks[..., 1:]).int()], scales)
+    return _Unpacked(TWICE_E2M1[_nibbles(blocks[..., 1:]).int()], scales)
 
 
 _READERS: Final[Mapping[str, Callable[[torch.Tensor], _Unpacked]]] = {

@@ -44,6 +44,7 @@ _AVX512: Final = (
 )  # fmt: skip
 _AVX512_BF16: Final = (*_AVX512, "-mavx512bf16")
 _GENERIC: Final = {"generic": ()}
+_ARM_INSTRUCTION_SETS: Final = {**_GENERIC, "dotprod": ("-march=armv8.2-a+dotprod",)}
 _X86_INSTRUCTION_SETS: Final = {**_GENERIC, "avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": _AVX512_BF16}
 _X86_TILES: Final = {
     "amx": (*_AVX512_BF16, "-DHC_BASE=avx512_bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
@@ -138,9 +139,9 @@ def _compute_units(folder: Path, compiler: Sequence[str]) -> list[_Unit]:
     sources = [source for source in sorted(folder.glob("*.c")) if source.name not in _ONCE]
     kernels = [source for source in sources if source.name not in _TILES_ONLY]
     tiles = [source for source in sources if source.name in _TILES]
-    is_x86 = _run([*compiler, "-dumpmachine"]).startswith("x86_64")
-    isas, tile_isas = (_X86_INSTRUCTION_SETS, _X86_TILES) if is_x86 else (_GENERIC, {})
-    compiled = [(kernels, isas), (tiles, tile_isas)]
+    machine = _run([*compiler, "-dumpmachine"]).partition("-")[0]
+    isas = {"x86_64": _X86_INSTRUCTION_SETS, "aarch64": _ARM_INSTRUCTION_SETS}.get(machine, _GENERIC)
+    compiled = [(kernels, isas), (tiles, _X86_TILES if machine == "x86_64" else {})]
     return [
         *(_Unit(folder / name, Path(name).stem, ()) for name in _ONCE),
         *(

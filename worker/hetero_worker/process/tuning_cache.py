@@ -85,7 +85,7 @@ class TuningCache:
     def measure_workspace(self, decoder: Decoder, request: LoadRequest, pool: MemoryPool) -> int | None:
         """As `profile_run.measure_workspace`, which is asked if it was not before."""
         limits, mode = limits_of(request), (request.batch_invariant, request.expert_deferral)
-        asked = (request.config, request.dtype, request.shard_plan, request.rank, limits, mode)
+        asked = (request.config, request.dtype, request.cache_dtype, request.shard_plan, request.rank, limits, mode)
         question = hashlib.sha256(repr(asked).encode()).hexdigest()
         workspaces = self._data.setdefault(_WORKSPACES, {})
         if question in workspaces:

@@ -2,8 +2,8 @@
  *
  * The build compiles each kernel file once an instruction set, with HC_ISA defined as its name (generic, avx2, avx512,
  * avx512_bf16). Of a set with tiles (amx, amx_emulated) it compiles only what multiplies with them; all else is that of
- * HC_BASE. On aarch64 generic has NEON. What vector extensions do not say (widening 16-bit floats, dot products of
- * bytes) is in intrinsics, with plain C for the rest. */
+ * HC_BASE. On aarch64 generic has NEON, and dotprod its dot products of bytes as well. What vector extensions do not say
+ * (widening 16-bit floats, dot products of bytes) is in intrinsics, with plain C for the rest. */
 #ifndef HETERO_ISA_H
 #define HETERO_ISA_H
 

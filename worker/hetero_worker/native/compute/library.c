@@ -19,6 +19,9 @@ extern const hc_isa_table hc_table_generic;
 extern const hc_isa_table hc_table_avx2, hc_table_avx512, hc_table_avx512_bf16, hc_table_amx, hc_table_amx_emulated;
 static const hc_isa_table *const TABLES[] = {&hc_table_amx,  &hc_table_avx512_bf16, &hc_table_avx512,
                                              &hc_table_avx2, &hc_table_generic,     &hc_table_amx_emulated};
+#elif defined(__aarch64__)
+extern const hc_isa_table hc_table_dotprod;
+static const hc_isa_table *const TABLES[] = {&hc_table_dotprod, &hc_table_generic};
 #else
 static const hc_isa_table *const TABLES[] = {&hc_table_generic};
 #endif

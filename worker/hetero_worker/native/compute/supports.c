@@ -8,6 +8,7 @@ int HC_SUPPORTS(avx512)(void);
 int HC_SUPPORTS(avx512_bf16)(void);
 int HC_SUPPORTS(amx)(void);
 int HC_SUPPORTS(amx_emulated)(void);
+int HC_SUPPORTS(dotprod)(void);
 
 int HC_SUPPORTS(generic)(void) { return 1; }
 
@@ -55,4 +56,10 @@ int HC_SUPPORTS(amx)(void) {
 }
 
 int HC_SUPPORTS(amx_emulated)(void) { return HC_SUPPORTS(avx2)(); }
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
+
+#define DOT_PRODUCTS (1ul << 20) /* HWCAP_ASIMDDP */
+
+int HC_SUPPORTS(dotprod)(void) { return (getauxval(AT_HWCAP) & DOT_PRODUCTS) != 0; }
 #endif
