@@ -140,8 +140,7 @@ _PUBLISHED: Final = """
 Predicted is attention on the GPU and all experts on CPU ranks, a rank a socket; the GPU keeps the published widths, too
 (8 bits for FP8), and CPU ranks get all 2,048 rows of a step at once, and columns of every expert, as these systems do.
 Without a GPU all parts lie on the CPU. What is streamed comes to the GPU once for the whole prompt. Figures are
-tokens/s. The first line is the one that `expertShare` was chosen
-by; it proves nothing.
+tokens/s. The first line is the one that `expertShare` was chosen by; it proves nothing.
 """
 _STREAMED: Final = """
 ## Long prompts that stream experts
@@ -162,10 +161,6 @@ What differs by more than 30 % has its reasons:
 - Prefill on a CPU depends on kernels more than on hardware. KTransformers 0.3 was a preview; the same team states 418
   tokens/s for later kernels on a Xeon of that generation (*AMX.md*, 2025). llama.cpp used neither AMX nor all cores'
   rate for these widths.
-
-**Ours differs from both in one respect.** Ranks without attention get hidden states in slices of 128 rows, and read
-their experts again for each slice. A prompt's chunk of 2,048 tokens reads them 16 times, which the tables of
-`hetero plan` count: where experts lie on such ranks, prompts are slower than the table above says.
 """
 
 
@@ -201,7 +196,7 @@ def predicted(figure: Published) -> float:
     plan = _experts_on_cpu(config, hardware, has_gpu=figure.has_gpu)
     rows = figure.load.tokens if figure.streams else _STEP_ROWS
     bounds = Bounds(max_model_len=40_960, max_num_batched_tokens=rows)
-    model = CostModel(config, hardware, dtype="bfloat16", slice_rows=_STEP_ROWS)
+    model = CostModel(config, hardware, dtype="bfloat16")
     streamed = StreamedSteps(1, StreamingCosts(model, plan).step_s) if figure.streams else None
     return model.tokens_per_s(plan, figure.load, bounds, streamed=streamed)
 

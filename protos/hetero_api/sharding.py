@@ -197,9 +197,11 @@ class ShardPlan:
         return tuple(stages)
 
     def deferring_layers(self, rank: int) -> tuple[int, ...]:
-        """Layers whose experts' sums the rank can return a layer late: where it helps, but in a stage's last layer."""
+        """Layers whose experts' sums the rank can return a layer late: where it helps, and has experts of the stage's
+        next layer, too."""
         helped = (range(stage.begin, stage.end - 1) for stage in self.stages() if rank in stage.helpers)
-        return tuple(i for layers in helped for i in layers if self.ranks[rank].layers[i].experts.size)
+        own = self.ranks[rank].layers
+        return tuple(i for layers in helped for i in layers if own[i].experts.size and own[i + 1].experts.size)
 
     def _roles(self, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return self.layer_owners(layer), self.attention_owners(layer)

@@ -21,7 +21,7 @@ from tests.support.tiny_checkpoints import save_tiny
 
 pytestmark = pytest.mark.distributed
 
-SHM, GLOO = bodies.SHM, bodies.GLOO
+SHM, TCP, GLOO = bodies.SHM, bodies.TCP, bodies.GLOO
 BOTH = pytest.mark.parametrize("kind", [SHM, GLOO], ids=["shm", "gloo"])
 TOKENS = [(37 * i + 11) % 200 for i in range(60)]
 AREA = 8192
@@ -157,7 +157,7 @@ def test_measuring_tells_what_an_all_reduce_takes_where_ranks_meet(
 
 @pytest.mark.parametrize(
     ("num_gpu_ranks", "world_size", "kind"),
-    [(0, 2, SHM), (1, 3, SHM), (1, 3, GLOO), (2, 3, SHM), (3, 3, SHM), (1, 2, GLOO)],
+    [(0, 2, SHM), (0, 3, TCP), (1, 3, SHM), (1, 3, TCP), (1, 3, GLOO), (2, 3, SHM), (3, 3, SHM), (1, 2, GLOO)],
 )
 def test_far_more_rows_than_a_link_holds_are_lent_and_returned(num_gpu_ranks: int, world_size: int, kind: int) -> None:
     num_rows = 3001
@@ -165,7 +165,7 @@ def test_far_more_rows_than_a_link_holds_are_lent_and_returned(num_gpu_ranks: in
 
     sums, *_ = run_ranks(bodies.lent_rows, world_size, num_gpu_ranks, kind, num_rows)
 
-    assert sums == [row * factor**3 for row in range(num_rows)]
+    assert sums == [row * factor**4 for row in range(num_rows)]
 
 
 def test_groups_are_left_devices_first_and_the_store_last() -> None:

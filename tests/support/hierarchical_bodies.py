@@ -30,6 +30,7 @@ from tests.support.stages import BLOCK_SIZE, NUM_BLOCKS, KnownSequence, load_dec
 
 GLOO = ranks_pb2.EXCHANGE_KIND_GLOO
 SHM = ranks_pb2.EXCHANGE_KIND_SHM
+TCP = ranks_pb2.EXCHANGE_KIND_TCP
 SIZES = (0, 1, 577, STAGED_BYTES // 4 + 3)
 """Elements; the last crosses the host in two slices."""
 
@@ -294,7 +295,7 @@ def plans_one_after_another(ranks: RankContext, num_gpu_ranks: int, kind: int, p
 
 
 def lent_rows(ranks: RankContext, num_gpu_ranks: int, kind: int, num_rows: int) -> list[float]:
-    """Rank 0 lends rows to all others, three layers of them, over links that hold few; the last sums."""
+    """Rank 0 lends rows to all others, four layers of them, over links that hold few; the last sums."""
     torch.set_num_threads(1)
     world_size = ranks.world_size
     shares = Shares(
@@ -308,11 +309,11 @@ def lent_rows(ranks: RankContext, num_gpu_ranks: int, kind: int, num_rows: int) 
     group = coordinate(ranks, num_gpu_ranks, kind, area_bytes=4096)
     lending = Lending(links, group.connect(plan), at_once=ranks.rank < num_gpu_ranks)
     hidden = torch.arange(num_rows, dtype=torch.float32)[:, None].expand(num_rows, 64).contiguous()
-    for _ in range(3):
+    for has_experts in (False, True, True, False):
         if ranks.rank == 0:
-            hidden = lending.sum(hidden, lambda rows: rows * 0.5)
+            hidden = lending.sum(hidden, lambda rows: rows * 0.5, has_experts=has_experts)
         else:
-            lending.help(hidden, lambda rows: rows * ranks.rank)
+            lending.help(hidden, lambda rows: rows * ranks.rank, has_experts=has_experts)
     ranks.meet()
     group.close()
     sums: list[float] = hidden[:, 63].tolist() if ranks.rank == 0 else []

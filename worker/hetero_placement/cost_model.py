@@ -33,7 +33,7 @@ from hetero_placement.shard_plans import UNIT, LayerKind, PlanView, shard_of_lay
 from hetero_placement.steps import Load, Repeated, Step, WorkloadSteps, decode_step, micro_batches
 
 SLICE_ROWS: Final = 128
-"""Rows of hidden states that travel to a helper at a time."""
+"""Rows of hidden states that travel to a dense layer's helpers at a time."""
 _PIECE_S: Final = 1e-6
 _GPU_PIECE_S: Final = 4e-5
 """Seconds that an expert at work takes however little a rank holds of it: on host cores, and by kernels of its own."""
@@ -48,11 +48,16 @@ class WidePlace:
     """Who meets in a layer's MLP half."""
 
     holders: Sequence[int]
-    lends: bool
-    """Whether there are helpers: then the leader works slice by slice, as they do."""
+    helpers: int
+    """Number of ranks that the leader lends to; then it works slice by slice, as they do."""
     experts: bool
     overlapped: bool = False
     """Whether other stages compute at the same time."""
+
+    def num_slices(self, rows: float) -> int:
+        """Return how many slices so many rows go in: see hetero_worker.models.lending.row_slices."""
+        most = max(SLICE_ROWS, 2 * rows / max(2, self.helpers)) if self.experts else SLICE_ROWS
+        return max(1, math.ceil(rows / most))
 
 
 class StreamedSteps(NamedTuple):
@@ -67,22 +72,12 @@ class StreamedSteps(NamedTuple):
 class CostModel:
     """Times of steps of one model on one group. Speeds are taken as they are: see Hardware.levelled.
 
-    `slice_rows` are the rows that travel to a helper at a time; other systems than ours send more. `expert_deferral`:
-    number of a token's experts whose results from helpers come a layer late.
+    `expert_deferral`: number of a token's experts whose results from helpers come a layer late.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        hardware: Hardware,
-        *,
-        dtype: str,
-        slice_rows: int = SLICE_ROWS,
-        expert_deferral: int = 0,
-    ) -> None:
+    def __init__(self, config: ModelConfig, hardware: Hardware, *, dtype: str, expert_deferral: int = 0) -> None:
         self.config = config
         self._deferral = expert_deferral
-        self._slice_rows = slice_rows
         self.hardware = hardware
         self.element_bytes = element_bytes(dtype)
         self.exchange = ExchangeCosts(hardware)
@@ -158,8 +153,8 @@ class CostModel:
         self, holders: Sequence[int], units: Sequence[float], step: Step, *, overlapped: bool = False
     ) -> float:
         """Return the seconds of the other half of a dense layer; `units` are 64 MLP columns, in rank order."""
-        lends = any(count and rank not in holders for rank, count in enumerate(units))
-        place = WidePlace(holders, lends=lends, experts=False, overlapped=overlapped)
+        helpers = sum(count > 0 and rank not in holders for rank, count in enumerate(units))
+        place = WidePlace(holders, helpers=helpers, experts=False, overlapped=overlapped)
         times = (self.wide_part_s(rank, count, step, place) for rank, count in enumerate(units) if count)
         return max(times, default=0.0) + self.exchange.among(holders, self.hidden_bytes(step.rows))
 
@@ -177,8 +172,8 @@ class CostModel:
         In rank order, `numbers` are of experts and `columns` those of each, where they are slices; 0: they are whole.
         """
         owners = {rank: number for rank, number in enumerate(numbers) if number}
-        lends = any(rank not in holders for rank in owners)
-        place = WidePlace(holders, lends=lends, experts=True, overlapped=overlapped)
+        helpers = sum(rank not in holders for rank in owners)
+        place = WidePlace(holders, helpers=helpers, experts=True, overlapped=overlapped)
         share, total = active_share(self._chosen, step.rows), self.config.num_experts
         spread = math.sqrt(share * (1 - share) * total / max(1, total - 1))
         means, deviations = [], {}
@@ -204,7 +199,7 @@ class CostModel:
 
     def _wide_cost(self, rank: int, rows: float, place: WidePlace) -> PartTime:
         costs = self.ranks[rank]
-        if not place.lends and rank in place.holders:
+        if not place.helpers and rank in place.holders:
             costs = self.costs(rank, place.holders, overlapped=place.overlapped)
         return costs.experts(rows) if place.experts else costs.mlp(rows)
 
@@ -232,15 +227,17 @@ class CostModel:
             return self._wide_cost(rank, rows, place).of(units) + self._slices_s(rank, units, rows, sliced)
 
         leader = place.holders[0]
-        if rank in place.holders and not (place.lends and rank == leader):
+        if rank in place.holders and not (place.helpers and rank == leader):
             return part_s(step.rows)
-        number = max(1, math.ceil(step.rows / self._slice_rows))
+        number = place.num_slices(step.rows)
         rows = step.rows / number
         own = part_s(rows)
         if rank == leader:
             return number * own
         num_bytes = self.hidden_bytes(rows)
         there, back = self.exchange.there_s(leader, [rank], num_bytes), self.exchange.there_s(rank, [leader], num_bytes)
+        if place.experts:
+            return number * (there + own + back)
         return there + own + back + (number - 1) * max(there, own, back)
 
     def head_part_s(self, rank: int, units: float, step: Step, *, owners: Sequence[int] = ()) -> float:

@@ -234,8 +234,8 @@ def _fixed_s(model: CostModel, plan: ShardPlan, rank: int, step: Step) -> float:
         if number := plan.ranks[rank].layers[layer].experts.size:
             units = number * (_sliced_part(model, plan, rank) or 1.0)
             holders = plan.attention_owners(layer)
-            lends = len(plan.layer_owners(layer)) > len(holders)
-            whole_s = model.wide_part_s(rank, units, step, WidePlace(holders, lends=lends, experts=True))
+            helpers = len(plan.layer_owners(layer)) - len(holders)
+            whole_s = model.wide_part_s(rank, units, step, WidePlace(holders, helpers=helpers, experts=True))
             return max(0.0, whole_s - units * model.ranks[rank].experts(step.rows).unit_s)
     return 0.0
 

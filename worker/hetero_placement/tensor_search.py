@@ -215,7 +215,7 @@ class TensorSearch:
         wide = sum(config.dense_columns.values()) / config.intermediate_size
         num_layers = len(config.expert_layers) if experts else wide
         dense_units = units_of(config.intermediate_size) if num_layers else 0
-        place = WidePlace(roles.holders, lends=bool(roles.helpers), experts=experts)
+        place = WidePlace(roles.holders, helpers=len(roles.helpers), experts=experts)
 
         def times(rank: int, count: float) -> tuple[float, ...]:
             return tuple(model.wide_part_s(rank, count, step, place) for step, _ in self._steps)
@@ -245,7 +245,7 @@ class TensorSearch:
     def _slices(self) -> Component:
         """Return the component of columns of all experts."""
         config, model, roles, unit = self._config, self._model, self._roles, self._config.expert_unit
-        place = WidePlace(roles.holders, lends=bool(roles.helpers), experts=True)
+        place = WidePlace(roles.holders, helpers=len(roles.helpers), experts=True)
 
         def times(rank: int, count: float) -> tuple[float, ...]:
             number = config.num_experts

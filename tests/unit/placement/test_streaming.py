@@ -25,7 +25,7 @@ pytestmark = pytest.mark.unit
 PROMPTS = WorkloadSpec(prompt_tokens=4000, output_tokens=1, concurrency=1)
 BOUNDS = Bounds(max_model_len=4096, max_num_batched_tokens=4096, expert_streaming=None)
 GPU: dict[str, Any] = {"flops": 1e14, "bus": 2.5e10, "memory": 12 * GB}
-MIXED = with_gpu(gpu(9e11, **GPU), cpu(4e11, flops=8e12))
+MIXED = with_gpu(gpu(9e11, **GPU), cpu(4e11, flops=2e12))
 
 
 def solved(
@@ -110,7 +110,8 @@ def test_shares_that_fix_the_plan_stream_too() -> None:
     assert solved(shares=shares).chosen.streaming is not None
 
 
-SLOW_BUS = with_gpu(gpu(9e11, **{**GPU, "bus": 1e8}), cpu(4e11, flops=8e12))
+SLOW_BUS = with_gpu(gpu(9e11, **{**GPU, "bus": 1e8}), cpu(4e11, flops=1e15))
+WIDE = config_of(**QWEN3_30B | {"num_hidden_layers": 24, "moe_intermediate_size": 1536}).quantized("int4")
 FAR = replace(MIXED, ranks=(MIXED.ranks[0], *(replace(rank, host="elsewhere") for rank in MIXED.ranks[1:])))
 DENSE = config_of(**{key: value for key, value in QWEN3_30B.items() if "expert" not in key and "moe" not in key} | {
     "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 8,
@@ -124,7 +125,7 @@ DENSE = config_of(**{key: value for key, value in QWEN3_30B.items() if "expert" 
         (MIXED, DENSE, BOUNDS, "the model has no experts"),
         (with_gpu(gpu(9e11, **GPU), gpu(9e11, **GPU), cpu(2e11)), CONFIG, BOUNDS, "to one GPU rank, not to 2"),
         (FAR, CONFIG, BOUNDS, "share no memory with the GPU rank"),
-        (SLOW_BUS, CONFIG, BOUNDS, "CPU ranks compute experts faster than the bus brings them"),
+        (SLOW_BUS, WIDE, BOUNDS, "CPU ranks compute experts faster than the bus brings them"),
         (MIXED, CONFIG, replace(BOUNDS, max_num_batched_tokens=16), "spec.engine.maxNumBatchedTokens is 16"),
     ],
 )

@@ -35,6 +35,28 @@ def test_slices_cover_all_rows_in_order_and_fit_in_the_link(num_rows: int, row_b
         assert set(sizes) <= {1}
 
 
+@pytest.mark.parametrize("link_bytes", [1 << 20, 7], ids=["long link", "short link"])
+@pytest.mark.parametrize(
+    ("num_rows", "helpers", "sizes"),
+    [
+        (0, 1, []),
+        (100, 8, [100]),
+        (1000, 1, [1000]),
+        (1000, 2, [1000]),
+        (1000, 3, [500, 500]),
+        (1000, 8, [250, 250, 250, 250]),
+        (1000, 64, [125] * 8),
+    ],
+)
+def test_rows_of_experts_go_in_a_slice_for_every_two_helpers(
+    num_rows: int, helpers: int, sizes: list[int], link_bytes: int
+) -> None:
+    slices = row_slices(num_rows, row_bytes=4, link_bytes=link_bytes, expert_helpers=helpers)
+
+    assert [end - begin for begin, end in slices.bounds] == sizes
+    assert slices.ahead == (AHEAD if link_bytes > 7 or not sizes else 1)
+
+
 def test_a_decode_step_is_one_slice() -> None:
     assert row_slices(64, row_bytes=16384, link_bytes=4 << 20).bounds == ((0, 64),)
 
@@ -42,8 +64,9 @@ def test_a_decode_step_is_one_slice() -> None:
 @pytest.mark.parametrize("at_once", [False, True], ids=["slice by slice", "at once"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("owns", [True, False], ids=["leader owns some", "leader owns nothing"])
+@pytest.mark.parametrize("has_experts", [True, False], ids=["experts", "dense"])
 def test_partials_are_added_in_rank_order_in_fp32_and_rounded_once(
-    owns: bool, dtype: torch.dtype, at_once: bool
+    has_experts: bool, owns: bool, dtype: torch.dtype, at_once: bool
 ) -> None:
     hidden = torch.randn(11, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
     before = hidden.clone()
@@ -57,9 +80,9 @@ def test_partials_are_added_in_rank_order_in_fp32_and_rounded_once(
         lending = Lending(LINKS, exchanges[rank], at_once=at_once)
         for _ in range(2):
             if rank == LEADER:
-                total = lending.sum(hidden, part(rank) if owns else None)
+                total = lending.sum(hidden, part(rank) if owns else None, has_experts=has_experts)
             else:
-                lending.help(torch.empty_like(hidden), part(rank))
+                lending.help(torch.empty_like(hidden), part(rank), has_experts=has_experts)
                 total = torch.empty(0)
         return total
 

@@ -170,7 +170,7 @@ class DecoderLayer:
         if experts is not None and self._streamed is not None:
             partial = self._streamed(stream.settle(), experts)
         elif lending is not None:
-            partial = lending.sum(stream.settle(), self.mlp)
+            partial = lending.sum(stream.settle(), self.mlp, has_experts=not self._is_dense)
         else:
             partial = self.mlp.of_stream(stream) if self.mlp is not None else None
         self._add(stream, partial, 1, self._mlp_contributors, exchange)
@@ -220,7 +220,7 @@ class DecoderLayer:
         if self.mlp is None:
             raise ValueError("a rank that owns nothing of a layer cannot help with it")
         in_two = self.mlp.in_two if self._late_experts and isinstance(self.mlp, ExpertMlp) else None
-        lending.help(like, self.mlp, in_two)
+        lending.help(like, self.mlp, in_two, has_experts=not self._is_dense)
 
 
 def self_attention(

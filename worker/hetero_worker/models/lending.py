@@ -5,12 +5,13 @@ rows come over the *lend* link as soon as the attention's sum exists, and partia
 helper. Meanwhile the leader computes its own part. It waits at the addition, which is in rank order, in fp32, and
 rounded once. A layer costs the leader one message out and every helper one message back, rows · hidden each.
 
-Many rows go in slices, so that ranks work on different slices at the same time. The leader lends slice k + ahead only
-after all partial sums of slice k have arrived. This cannot deadlock:
+Many rows go in slices, so that ranks work on different slices at the same time. Rows of experts go in one or few, for
+every slice reads nearly all of the weights: its ways there and back are a small part of what that takes. The leader
+lends slice k + ahead only after all partial sums of slice k have arrived. This cannot deadlock:
 
-* A link has room for `ahead` slices (`row_slices` ensures it, or sets ahead to 1), and at most so many are lent and not
-  returned. So a helper never waits for room to return a sum. With ahead = 2 the leader does not wait for room to lend
-  either. With ahead = 1 it may, while all helpers wait for just that slice, and take it.
+* With ahead = 2 a link has room for both slices, and at most so many are lent and not returned. So nobody waits for
+  room. With ahead = 1 a slice may be larger than the link. The leader may wait for room to lend it, while all helpers
+  wait for just that slice, and take it. A helper may wait for room to return its sum, which the leader comes to take.
 * The other waits are for arrivals. A helper waits for slice k, which the leader sends before it waits for any part of
   that slice. The leader waits for a sum of slice k, which a helper sends after it has received slice k and returned
   slice k - 1. All ranks go through layers, micro-batches and stages in the same order (`pipeline`).
@@ -39,7 +40,7 @@ from hetero_worker.layers.fused_ops import PLAIN_OPS, FusedOps, empty_like
 from hetero_worker.layers.linear_kernels import LateSum
 
 SLICE_ROWS: Final = 128
-"""Most rows of a slice: enough to make reading the weights a small part of the work."""
+"""Most rows of a dense layer's slice: enough to make reading the weights a small part of the work."""
 AHEAD: Final = 2
 """Most slices that are lent and not yet returned."""
 
@@ -60,16 +61,21 @@ class RowSlices:
     """Most slices that are lent and not yet returned."""
 
 
-def row_slices(num_rows: int, *, row_bytes: int, link_bytes: int) -> RowSlices:
-    """Return about equal slices of up to SLICE_ROWS rows, `ahead` of which fit in the link.
+def row_slices(num_rows: int, *, row_bytes: int, link_bytes: int, expert_helpers: int = 0) -> RowSlices:
+    """Return about equal slices, with an `ahead` of 1 if not even two fit in the link.
 
-    If not even two rows fit, slices are single rows with an `ahead` of 1.
+    Those of a dense layer have up to SLICE_ROWS rows, and two fit unless they are single rows. Of a layer with experts
+    and so many helpers, SLICE_ROWS go in one, and more in a slice for every two helpers, however large it is: so sums
+    that are returned at a time have no more than twice the step's rows.
     """
     fitting = link_bytes // AHEAD // row_bytes
-    most = max(1, min(SLICE_ROWS, fitting))
+    if expert_helpers:
+        most = max(SLICE_ROWS, -(-2 * num_rows // max(2, expert_helpers)))
+    else:
+        most = max(1, min(SLICE_ROWS, fitting))
     number = -(-num_rows // most)
     cuts = [num_rows * i // number for i in range(number + 1)] if number else [0]
-    return RowSlices(tuple(pairwise(cuts)), AHEAD if fitting else 1)
+    return RowSlices(tuple(pairwise(cuts)), AHEAD if min(num_rows, most) <= fitting else 1)
 
 
 class Lending:
@@ -105,12 +111,15 @@ class Lending:
         self._own_return = next((link for link in links.returns if link.source == exchange.rank), None)
         self._owed: list[torch.Tensor] = []
         """Sums of a helper's slices that the next layer's include."""
-        self._slices: tuple[torch.Size, RowSlices] | None = None
-        """Slices for the shape that was last seen; all layers share them."""
+        self._slices: dict[tuple[torch.Size, bool], RowSlices] = {}
+        """Slices by shape and whether a layer has experts; layers share them."""
 
-    def sum(self, hidden: torch.Tensor, own: Mlp | None) -> torch.Tensor:
-        """Return the leader's partial plus all helpers', new [rows, sum_width]; `own` is the leader's part."""
-        slices = self._cut(hidden)
+    def sum(self, hidden: torch.Tensor, own: Mlp | None, *, has_experts: bool = False) -> torch.Tensor:
+        """Return the leader's partial plus all helpers', new [rows, sum_width].
+
+        `own` is the leader's part. `has_experts`: the layer has some, here or elsewhere.
+        """
+        slices = self._cut(hidden, has_experts=has_experts)
         pieces = [hidden[begin:end] for begin, end in slices.bounds]
         if len(pieces) == 1:
             return next(self._sums(pieces, own, slices, hidden))
@@ -120,17 +129,17 @@ class Lending:
         self._on_rows(0, len(hidden))
         return total
 
-    def help(self, like: torch.Tensor, mlp: Mlp, in_two: MlpInTwo | None = None) -> None:
+    def help(self, like: torch.Tensor, mlp: Mlp, in_two: MlpInTwo | None = None, *, has_experts: bool = False) -> None:
         """Compute a helper's partial sums of the rows that it receives, and return them over its link.
 
         `like` [rows, hidden] has the rows' shape. With `in_two`, which takes the place of `mlp`, the rest of each sum
-        is returned with the next layer's.
+        is returned with the next layer's, which has experts, too.
 
         Raises ValueError on a rank that is no helper.
         """
         if self._own_return is None:
             raise ValueError(f"rank {self._exchange.rank} is no helper of rank {self._lend.source}")
-        slices = self._cut(like)
+        slices = self._cut(like, has_experts=has_experts)
         owed, self._owed = self._owed, []
         coming: deque[PendingTensor] = deque()
         for k in range(len(slices.bounds)):
@@ -145,12 +154,16 @@ class Lending:
             if late is not None:
                 self._owed.append(late())
 
-    def _cut(self, hidden: torch.Tensor) -> RowSlices:
-        if self._slices is None or self._slices[0] != hidden.shape:
+    def _cut(self, hidden: torch.Tensor, *, has_experts: bool) -> RowSlices:
+        key = hidden.shape, has_experts
+        if key not in self._slices:
             row_bytes = max(hidden.shape[1], self._sum_width or 0) * hidden.element_size()
-            slices = row_slices(len(hidden), row_bytes=row_bytes, link_bytes=self._exchange.link_bytes)
-            self._slices = hidden.shape, slices
-        return self._slices[1]
+            helpers = len(self._returns) if has_experts else 0
+            link_bytes = self._exchange.link_bytes
+            self._slices[key] = row_slices(
+                len(hidden), row_bytes=row_bytes, link_bytes=link_bytes, expert_helpers=helpers
+            )
+        return self._slices[key]
 
     def _sums(
         self, pieces: Sequence[torch.Tensor], own: Mlp | None, slices: RowSlices, whole: torch.Tensor
