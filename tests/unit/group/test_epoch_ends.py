@@ -324,6 +324,23 @@ async def test_a_rank_that_leaves_with_its_gateway_stays_until_the_last_stream_h
         assert zero.link.closing is None
 
 
+@pytest.mark.parametrize("keeps_its_stream", [True, False])
+async def test_ranks_that_were_told_to_end_never_use_the_budget_up(keeps_its_stream: bool) -> None:
+    async with GroupBench(timed(max_restarts=0)) as bench:
+        _, one = await bench.ready()
+        for life in range(4):
+            leaves(one)
+            if not keeps_its_stream:  # its pod's grace is over before the gateway lets it go
+                one.lose()
+            await bench.until(GroupState.ABORTED)
+            assert not bench.topology.failed
+            one = bench.obedient(1, instance=f"successor {life}")
+            await bench.until(GroupState.READY)
+        one.lose()
+        await bench.until(GroupState.ABORTED)
+        assert bench.topology.failed
+
+
 async def test_a_rank_that_leaves_between_two_epochs_is_let_go() -> None:
     async with GroupBench() as bench:
         zero, one = await bench.ready()

@@ -117,6 +117,7 @@ class Group:
         elif member is None:
             raise RankMisbehaved(f"the first message must be hello, not {message.WhichOneof('body')}")
         elif message.HasField("leaving"):
+            member.was_told_to_end = True
             parting = asyncio.create_task(self._let_go(member, message.leaving.reason), name=f"{member} leaves")
             self._partings.add(parting)
             parting.add_done_callback(self._partings.discard)
@@ -227,7 +228,13 @@ class Group:
         logger.error("epoch=%d ended%s: %s", epoch.number, " for good" if permanent else "", reason)
         epoch.end(reason)
         self._current = None
-        self._restarts.note_end(reason, permanent=permanent, ran_well=epoch.ran_well, present=self._roster.instance_ids)
+        self._restarts.note_end(
+            reason,
+            permanent=permanent,
+            ran_well=epoch.ran_well,
+            is_orderly=any(member.was_told_to_end for member in epoch.members),
+            present=self._roster.instance_ids,
+        )
         self._tell_engine(reason)
         abort = ranks_pb2.GatewayMessage(epoch=epoch.number, abort=ranks_pb2.Abort(reason=reason))
         broadcast((member.link for member in self._roster.release()), abort)
