@@ -66,9 +66,16 @@ ANY_NAME: Final = "*"
 DEFAULT_DNS: Final = (
     "kube-system/k8s-app=kube-dns",
     "openshift-dns/dns.operator.openshift.io/daemonset-dns=default",
+    "kube-system/k8s-app=node-local-dns",
     "169.254.20.10/32",
+    "169.254.25.10/32",
+    "169.254.169.254/32",
 )
-"""Where clusters have their name servers: kube-dns and CoreDNS, OpenShift's, and NodeLocal DNSCache on each node."""
+"""Where clusters have their name servers.
+
+They are kube-dns and CoreDNS, OpenShift's, NodeLocal DNSCache on each node (as pods where Cilium redirects to it, at its
+own address and at kubespray's), and Cloud DNS of GKE.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,7 +203,9 @@ def test_names_are_looked_up_at_the_clusters_own_servers() -> None:
     system = {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}
     for peers in name_servers(world({}, Policy())):
         assert {"namespaceSelector": system, "podSelector": pods} in peers
-        assert {"ipBlock": {"cidr": "169.254.20.10/32"}} in peers
+        for cidr in ("169.254.20.10/32", "169.254.25.10/32", "169.254.169.254/32"):
+            assert {"ipBlock": {"cidr": cidr}} in peers
+        assert {"namespaceSelector": system, "podSelector": {"matchLabels": {"k8s-app": "node-local-dns"}}} in peers
     old = world({}, Policy())
     old.capabilities = OLD
     assert all({"namespaceSelector": {}, "podSelector": pods} in peers for peers in name_servers(old))
