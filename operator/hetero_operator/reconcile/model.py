@@ -73,8 +73,8 @@ DEFAULT_DNS: Final = (
 )
 """Where clusters have their name servers.
 
-They are kube-dns and CoreDNS, OpenShift's, NodeLocal DNSCache on each node (as pods where Cilium redirects to it, at its
-own address and at kubespray's), and Cloud DNS of GKE.
+They are kube-dns and CoreDNS, OpenShift's, NodeLocal DNSCache on each node (as pods where Cilium redirects to it, at
+its own address and at kubespray's), and Cloud DNS of GKE.
 """
 
 

@@ -148,7 +148,7 @@ class Group:
             async with asyncio.timeout(DRAIN_NOTICE_S):
                 await self._core.wait_idle()
         if self.state is GroupState.DRAINING:
-            await self._core.wait_idle()
+            await self._core.wait_drained()
         self._shut_down(member, f"it was asked to leave: {reason}")
         self._remove(member.link, f"it was asked to leave: {reason}")
 
@@ -276,10 +276,13 @@ class Group:
 
     # --- the end, and the status ------------------------------------------------------------------------
 
-    def drain(self) -> None:
-        """Refuse requests, epochs and ranks from now on, for good; requests in flight go on if there is an epoch."""
+    def drain(self, *, notice_s: float = 0.0) -> None:
+        """Refuse epochs and ranks from now on, for good; requests in flight go on if there is an epoch.
+
+        A group that is ready accepts requests for `notice_s` more.
+        """
         if self.state not in _LAST_STATES:
-            self._core.drain()
+            self._core.drain(notice_s=notice_s if self.is_ready else 0.0)
             self.enter(GroupState.DRAINING)
             if self.current is None and self._core.paused_requests:
                 self._core.fail(f"the gateway is draining and its group was lost: {self._restarts.ended_reason}")
