@@ -231,7 +231,7 @@ SETTINGS: Final = (
     Setting(
         "inside_tls", _switch, "false", "whether gateways, ranks and the operator know one another by certificates"
     ),
-    Setting("run_as_user", _number(int, 1, 2**31 - 1), "65532", "uid that gateways and ranks run as"),
+    Setting("run_as_user", _number(int, 0, 2**31 - 1), "65532", "uid that gateways and ranks run as; 0: the cluster's"),
     Setting(
         "namespace_users", _user_range, "", "FIRST-LAST: pods of each namespace get an own uid of these; none: one"
     ),

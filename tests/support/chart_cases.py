@@ -158,6 +158,7 @@ CASES: Sequence[ChartCase] = (
             "podDisruptionBudget": {"enabled": True, "maxUnavailable": "50%"},
         },
     ),
+    ChartCase("users of the cluster's choice", {"runAsUser": 0}),
     ChartCase("policy", POLICY, apis=[ADMISSION_POLICY]),
     ChartCase(
         "policy of two namespaces, asking any name server",

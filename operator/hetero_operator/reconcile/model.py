@@ -54,6 +54,7 @@ class RenderOptions:
     operator_namespace: str = ""
     """Where the operator runs; "" outside a cluster."""
     run_as_user: int = 65532
+    """0: the cluster gives pods a user and groups, as OpenShift does."""
     inside_tls: bool = False
     """Whether gateway, ranks and operator know one another by certificates."""
     router_image: str = ""

@@ -47,7 +47,7 @@ def test_the_operators_own_namespace_is_where_the_lease_is() -> None:
         ("gateway_image", ""),
         ("gateway_image", " spaced "),
         ("cluster_domain", "no domain"),
-        ("run_as_user", "0"),
+        ("run_as_user", "-1"),
         ("inside_tls", "yes"),
         ("namespace_users", "5"),
         ("namespace_users", "0-5"),

@@ -15,7 +15,7 @@ from hetero_operator.reconcile.policy import CHART_VALUES, uses
 from tests.support.hetero_resources import SPEC, changed
 from tests.support.operator_world import OperatorWorld
 from tests.support.policy_cases import CASES, STRICT, PolicyCase
-from tests.support.render_cases import FULL, OLD, OPEN, resource_of
+from tests.support.render_cases import FULL, OLD, OPEN, OPTIONS, resource_of
 
 pytestmark = pytest.mark.unit
 
@@ -167,6 +167,22 @@ def test_each_namespace_has_one_user_of_its_own_out_of_the_range() -> None:
 
 def test_without_a_range_all_namespaces_have_the_same_user() -> None:
     assert users_of("team-a", Policy()) == users_of("team-b", Policy()) == {65532}
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_the_cluster_may_choose_the_user_of_every_pod(replicas: int) -> None:
+    responder = {"idle": {"responder": {"enabled": True}}}
+    subject = world({**responder, "replicas": replicas, "router.type": "SMG"}, Policy())
+    subject.options = replace(OPTIONS, run_as_user=0)
+    for _ in range(2):  # a responder that is there is rendered by what it has
+        subject.reconcile()
+    workloads = [*subject.of_kind("StatefulSet").values(), *subject.of_kind("Deployment").values()]
+    assert {"x-gateway", "x-router"} < {item["metadata"]["name"] for item in workloads}
+    assert ("x-responder" in subject.of_kind("Deployment")) == (replicas == 0)
+    for item in workloads:
+        context = item["spec"]["template"]["spec"]["securityContext"]
+        assert context["runAsNonRoot"]
+        assert not {"runAsUser", "runAsGroup", "fsGroup"} & {*context}
 
 
 # --- who may scrape, whom pods may ask ------------------------------------------------------------------

@@ -74,9 +74,7 @@ def pod_security(options: RenderOptions) -> dict[str, Any]:
     user = options.run_as_user
     return {
         "runAsNonRoot": True,
-        "runAsUser": user,
-        "runAsGroup": user,
-        "fsGroup": user,
+        **(dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), user) if user else {}),
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }

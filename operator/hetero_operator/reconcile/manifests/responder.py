@@ -87,7 +87,7 @@ def _as_rendered(rendering: Rendering, live: Object) -> Rendering:
         options,
         gateway_image=template["spec"]["containers"][0]["image"],
         operator_version=annotations.get(ANNOTATION_RENDER, options.operator_version),
-        run_as_user=template["spec"]["securityContext"]["runAsUser"],
+        run_as_user=template["spec"]["securityContext"].get("runAsUser", 0),
     )
     return replace(rendering, options=options)
 
