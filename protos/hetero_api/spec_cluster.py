@@ -147,12 +147,12 @@ class TopologySpec(SpecModel):
 
 
 class ReplicaSpreadSpec(SpecModel):
-    """Keeps the ranks of different replicas apart."""
+    """Keeps the ranks of different replicas apart, and their gateways."""
 
     key: LabelKey
     """Node label whose value names the domain, e.g. topology.kubernetes.io/zone."""
     policy: Annotated[SpreadPolicy, spelled(SpreadPolicy)] = SpreadPolicy.PREFERRED
-    """Required: no domain has ranks of two replicas. Preferred: where possible."""
+    """Required: no domain has ranks, or gateways, of two replicas. Preferred: where possible."""
 
 
 class GangSpec(SpecModel):

@@ -112,7 +112,7 @@ def plain_gateway_template(rendering: Rendering) -> dict[str, Any]:
         annotations={},
         account=names.gateway_account,
         grace_period_s=spec.gateway.drain_timeout_seconds + _GRACE_AFTER_DRAIN_S,
-        scheduling=gateway_scheduling(spec),
+        scheduling=gateway_scheduling(rendering),
         containers=[_container(rendering, image, resources, files)],
     )
 

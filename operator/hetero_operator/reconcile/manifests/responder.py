@@ -18,7 +18,7 @@ from typing import Any, Final
 from hetero_api.contract import ANNOTATION_RENDER, COMPONENT_RESPONDER, LABEL_ROLE, ROLE_GATEWAY
 from hetero_operator.reconcile.exposure import Clients
 from hetero_operator.reconcile.inventory import DEPLOYMENT, Inventory, is_leaving, label_of
-from hetero_operator.reconcile.manifests.containers import container, container_ports, gateway_scheduling, pod_template
+from hetero_operator.reconcile.manifests.containers import container, container_ports, door_scheduling, pod_template
 from hetero_operator.reconcile.manifests.gateway import door_arguments, door_certificates
 from hetero_operator.reconcile.manifests.network import responder_policy
 from hetero_operator.reconcile.manifests.rendering import Rendering, manifest, responder_selector
@@ -103,7 +103,7 @@ def _deployment(rendering: Rendering) -> dict[str, Any]:
         annotations={},
         account=names.responder,
         grace_period_s=_GRACE_S,
-        scheduling=gateway_scheduling(rendering.spec),
+        scheduling=door_scheduling(rendering.spec),
         containers=[
             container(
                 rendering, _CONTAINER, rendering.spec.images.gateway or rendering.options.gateway_image,
