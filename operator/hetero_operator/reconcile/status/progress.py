@@ -59,7 +59,7 @@ def progressing(situation: Situation, blockers: Blockers, conditions: Mapping[st
     if situation.outcome.failures:
         return failed_write(situation.outcome.failures[0], TRUE)
     if blockers.idle is not None:
-        if situation.observed.pods and situation.basis is not None:
+        if situation.live_pods and situation.basis is not None:
             return Finding(TRUE, Reason.STOPPING, "Pods are ending.")
         return Finding(FALSE, blockers.idle.reason, blockers.idle.message)
     if blockers.is_serving:
@@ -126,7 +126,7 @@ def _awaits(situation: Situation, blockers: Blockers) -> bool:
     Everything else is watched, so a group that waits for capacity costs nothing, however many there are.
     """
     if blockers.idle is not None:
-        return situation.basis is not None and bool(situation.observed.pods)
+        return situation.basis is not None and bool(situation.live_pods)
     if blockers.is_serving and blockers.broken is None:
         return False
     return any(

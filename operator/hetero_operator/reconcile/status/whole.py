@@ -53,7 +53,7 @@ class Part:
     @property
     def has_pods(self) -> bool:
         """Whether pods of it exist."""
-        return bool(self.situation.observed.pods)
+        return bool(self.situation.live_pods)
 
     def finding(self, kind: ConditionType) -> Finding:
         """Return one of its conditions as a finding of the whole."""
