@@ -77,7 +77,11 @@ class OperatorConfig:
         given = vars(_parser().parse_args(list(arguments)))
         values = {setting.name: setting.read(given, environment) for setting in SETTINGS}
         render = RenderOptions(
-            operator_version=VERSION, operator_namespace=values["own_namespace"], **_named_alike(RenderOptions, values)
+            operator_version=VERSION,
+            operator_namespace=values["own_namespace"],
+            # The operator's own pod has an address of the family that all pods of the cluster have.
+            any_address="::" if ":" in values["host"] else "0.0.0.0",
+            **_named_alike(RenderOptions, values),
         )
         return cls(
             render=render,

@@ -57,6 +57,8 @@ class RenderOptions:
     """0: the cluster gives pods a user and groups, as OpenShift does."""
     inside_tls: bool = False
     """Whether gateway, ranks and operator know one another by certificates."""
+    any_address: str = "0.0.0.0"
+    """What gateways, routers and responders listen on; "::" where pods have addresses of IPv6."""
     router_image: str = ""
     """"" where they were stored by a version that knew no router."""
 

@@ -96,6 +96,12 @@ def test_lists_of_a_policy_are_separated_by_commas() -> None:
     assert policy.cluster_dns == ("dns/app.example/role=resolver", "fd00::10/128")
 
 
+@pytest.mark.parametrize(("own", "any_address"), [("10.1.2.3", "0.0.0.0"), ("fd00:10:244::7", "::"), (None, "0.0.0.0")])
+def test_pods_listen_on_addresses_of_the_operators_own_family(own: str | None, any_address: str) -> None:
+    environment = {} if own is None else {"HETERO_OPERATOR_HOST": own}
+    assert OperatorConfig.from_command_line([], environment).render.any_address == any_address
+
+
 def test_the_policy_without_settings_is_the_default_one() -> None:
     assert OperatorConfig.from_command_line([], {}).policy == Policy()
 

@@ -169,6 +169,18 @@ def test_without_a_range_all_namespaces_have_the_same_user() -> None:
     assert users_of("team-a", Policy()) == users_of("team-b", Policy()) == {65532}
 
 
+@pytest.mark.parametrize("any_address", ["0.0.0.0", "::"])
+def test_pods_without_ranks_listen_on_any_address_of_the_clusters_family(any_address: str) -> None:
+    subject = world({"idle": {"responder": {"enabled": True}}, "replicas": 0, "router.type": "SMG"}, Policy())
+    subject.options = replace(OPTIONS, any_address=any_address)
+    subject.reconcile()
+    deployments = subject.of_kind("Deployment")
+    assert set(deployments) == {"x-gateway", "x-router", "x-responder"}
+    for item in deployments.values():
+        [container] = item["spec"]["template"]["spec"]["containers"]
+        assert container["args"][container["args"].index("--host") + 1] == any_address
+
+
 @pytest.mark.parametrize("replicas", [0, 1])
 def test_the_cluster_may_choose_the_user_of_every_pod(replicas: int) -> None:
     responder = {"idle": {"responder": {"enabled": True}}}

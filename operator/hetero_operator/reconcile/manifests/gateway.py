@@ -132,7 +132,7 @@ def _container(
         args=[
             "--manifest", POD_MANIFEST, *chain.from_iterable(model_options(rendering.spec).items()),
             *(text for folder in adapter_directories(rendering.spec) for text in ("--adapter", folder)),
-            "--host", "0.0.0.0", *listen,
+            "--host", rendering.options.any_address, *listen,
             *_access_arguments(rendering.spec.gateway),
             *(text for option in inside_arguments(rendering).items() for text in option),
         ],

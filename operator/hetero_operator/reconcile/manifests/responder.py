@@ -128,4 +128,5 @@ def _probe(*, period_s: int) -> dict[str, Any]:
 def _arguments(rendering: Rendering) -> list[str]:
     listen = [text for name, port in _DOORS.items() for text in (f"--{name}-port", str(port))]
     after_s = str(rendering.spec.idle.responder.retry_after_seconds)
-    return ["--host", "0.0.0.0", *listen, "--retry-after-s", after_s, *door_arguments(rendering.spec.gateway)]
+    host = rendering.options.any_address
+    return ["--host", host, *listen, "--retry-after-s", after_s, *door_arguments(rendering.spec.gateway)]
