@@ -171,6 +171,10 @@ def _name_servers(text: str) -> tuple[str, ...]:
     return entries
 
 
+def _ports(text: str) -> tuple[int, ...]:
+    return tuple(map(_number(int, 1, 65535), _entries(text)))
+
+
 def _is_network(text: str) -> bool:
     try:
         ipaddress.ip_network(text)
@@ -232,6 +236,7 @@ SETTINGS: Final = (
     Setting("gpu_worker_image", _required, f"{IMAGES}/worker-gpu:{VERSION}", "image of GPU ranks"),
     Setting("cluster_domain", _text(_DNS_NAME, "DNS domain"), "cluster.local", "DNS domain of the cluster"),
     Setting("cluster_dns", _name_servers, ",".join(DEFAULT_DNS), "name servers that pods may ask; *: any"),
+    Setting("api_server_ports", _ports, "443,6443", "ports of the API server, which routers may ask"),
     Setting(
         "inside_tls", _switch, "false", "whether gateways, ranks and the operator know one another by certificates"
     ),

@@ -99,6 +99,8 @@ class Policy:
     """First and last of the uids of which each namespace's pods get their own; None: all run as the same user."""
     cluster_dns: tuple[str, ...] = DEFAULT_DNS
     """Name servers that pods may ask: NAMESPACE/LABEL=VALUE selects pods, other entries are CIDRs; ANY_NAME: any."""
+    api_server_ports: tuple[int, ...] = (443, 6443)
+    """Ports of the API server: that of its Service, and the one that it listens on, by which policies see it."""
 
 
 @dataclass(frozen=True, slots=True)
