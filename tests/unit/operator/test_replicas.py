@@ -257,7 +257,7 @@ PREFERRED, REQUIRED = (f"{policy}DuringSchedulingIgnoredDuringExecution" for pol
     ],
 )
 def test_gateways_of_replicas_are_kept_apart_as_their_ranks_are(spread: Any, key: str, when: str) -> None:
-    scene = ReplicaScene.of(2, **({"scheduling": {"replicaSpread": spread}} if spread else {}))
+    scene = ReplicaScene.of(2, scheduling={"replicaSpread": spread} if spread else {})
     first, second = sorted(name for name in scene.world.pods if "-gateway-" in name)[::-1]
     assert second.startswith("x-1-")
     [rule] = scene.world.pods[second]["spec"]["affinity"]["podAntiAffinity"][when]
