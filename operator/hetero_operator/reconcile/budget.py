@@ -269,5 +269,5 @@ def _failing_pools(
     new = {name for name, pod in pods.items() if name in seen and seen[name].uid != pod["metadata"]["uid"]}
     failing = {name for name, pod in pods.items() if failed_by_itself(pod) or (name in new and name in failed)}
     waiting = {name for name, pod in pods.items() if name not in new and status_of(pod).get("phase") == "Pending"}
-    sets_of = [{label_of(pods[name], LABEL_POOL) for name in names} for names in (failing, waiting)]
-    return frozenset(sets_of[0] - sets_of[1])
+    set_of = {name: label_of(pod, LABEL_POOL) for name, pod in pods.items()}
+    return frozenset(set_of[name] for name in failing) - {set_of[name] for name in waiting}
