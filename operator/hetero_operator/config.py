@@ -77,7 +77,11 @@ class OperatorConfig:
         given = vars(_parser().parse_args(list(arguments)))
         values = {setting.name: setting.read(given, environment) for setting in SETTINGS}
         render = RenderOptions(
-            operator_version=VERSION, operator_namespace=values["own_namespace"], **_named_alike(RenderOptions, values)
+            operator_version=VERSION,
+            operator_namespace=values["own_namespace"],
+            # The operator's own pod has an address of the family that all pods of the cluster have.
+            any_address="::" if ":" in values["host"] else "0.0.0.0",
+            **_named_alike(RenderOptions, values),
         )
         return cls(
             render=render,
@@ -167,6 +171,10 @@ def _name_servers(text: str) -> tuple[str, ...]:
     return entries
 
 
+def _ports(text: str) -> tuple[int, ...]:
+    return tuple(map(_number(int, 1, 65535), _entries(text)))
+
+
 def _is_network(text: str) -> bool:
     try:
         ipaddress.ip_network(text)
@@ -228,10 +236,11 @@ SETTINGS: Final = (
     Setting("gpu_worker_image", _required, f"{IMAGES}/worker-gpu:{VERSION}", "image of GPU ranks"),
     Setting("cluster_domain", _text(_DNS_NAME, "DNS domain"), "cluster.local", "DNS domain of the cluster"),
     Setting("cluster_dns", _name_servers, ",".join(DEFAULT_DNS), "name servers that pods may ask; *: any"),
+    Setting("api_server_ports", _ports, "443,6443", "ports of the API server, which routers may ask"),
     Setting(
         "inside_tls", _switch, "false", "whether gateways, ranks and the operator know one another by certificates"
     ),
-    Setting("run_as_user", _number(int, 1, 2**31 - 1), "65532", "uid that gateways and ranks run as"),
+    Setting("run_as_user", _number(int, 0, 2**31 - 1), "65532", "uid that gateways and ranks run as; 0: the cluster's"),
     Setting(
         "namespace_users", _user_range, "", "FIRST-LAST: pods of each namespace get an own uid of these; none: one"
     ),

@@ -147,12 +147,12 @@ class TopologySpec(SpecModel):
 
 
 class ReplicaSpreadSpec(SpecModel):
-    """Keeps the ranks of different replicas apart."""
+    """Keeps the ranks of different replicas apart, and their gateways."""
 
     key: LabelKey
     """Node label whose value names the domain, e.g. topology.kubernetes.io/zone."""
     policy: Annotated[SpreadPolicy, spelled(SpreadPolicy)] = SpreadPolicy.PREFERRED
-    """Required: no domain has ranks of two replicas. Preferred: where possible."""
+    """Required: no domain has ranks, or gateways, of two replicas. Preferred: where possible."""
 
 
 class GangSpec(SpecModel):
@@ -318,8 +318,9 @@ class DisruptionBudgetSpec(SpecModel):
     """Protection from voluntary evictions."""
 
     enabled: bool = False
-    """Make a PodDisruptionBudget for each replica, which lets its pods be evicted while all other replicas serve. One
-    that is alone is never evicted, which keeps its nodes from being drained. A router's pods go one at a time.
+    """Make a PodDisruptionBudget for each replica, which lets its pods be evicted while all other replicas serve. Ready
+    ranks of one that is alone are never evicted, which keeps their nodes from being drained; its gateway may be. A
+    router's pods go one at a time. From Kubernetes 1.27 on, pods that are not ready may always be evicted.
     """
 
 

@@ -125,6 +125,7 @@ def test_the_operator_gets_the_same_lists(helm: Helm) -> None:
     }
     assert policy.namespace_users == (1_000_000_000, 1_999_999_999)
     assert policy.cluster_dns == ("dns/app.example/role=resolver", "10.96.0.10/32")
+    assert policy.api_server_ports == (443, 8443)
 
 
 def test_the_operators_own_pods_ask_the_same_name_servers(helm: Helm) -> None:

@@ -113,7 +113,8 @@ def test_pods_keep_the_restricted_pod_security_standard(helm4: Helm, case: Chart
     pods += [one["spec"] for one in render(helm4, case) if one["kind"] == "Pod"]
     for pod in pods:
         assert pod["securityContext"]["runAsNonRoot"] is True
-        assert pod["securityContext"]["runAsUser"] > 0
+        users = {pod["securityContext"].get(field, 0) for field in ("runAsUser", "runAsGroup", "fsGroup")}
+        assert users == {case.values.get("runAsUser", 65532)}
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         (single,) = pod["containers"]
         assert single["securityContext"] == {

@@ -12,7 +12,7 @@ from tests.support.policy_cases import STRICT
 DIGEST = f"sha256:{'a' * 64}"
 POLICY: Mapping[str, Any] = {
     "clusterDns": ["dns/app.example/role=resolver", "10.96.0.10/32"],
-    "networkPolicy": {"enabled": True},
+    "networkPolicy": {"enabled": True, "apiServerPorts": [443, 8443]},
     "namespaceUsers": "1000000000-1999999999",
     "insideTls": True,
     "policy": {
@@ -158,6 +158,7 @@ CASES: Sequence[ChartCase] = (
             "podDisruptionBudget": {"enabled": True, "maxUnavailable": "50%"},
         },
     ),
+    ChartCase("users of the cluster's choice", {"runAsUser": 0}),
     ChartCase("policy", POLICY, apis=[ADMISSION_POLICY]),
     ChartCase(
         "policy of two namespaces, asking any name server",

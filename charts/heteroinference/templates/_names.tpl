@@ -84,9 +84,11 @@ readOnlyRootFilesystem: true
 
 {{- define "heteroinference.podSecurity" -}}
 runAsNonRoot: true
-runAsUser: {{ .Values.runAsUser | int64 }}
-runAsGroup: {{ .Values.runAsUser | int64 }}
-fsGroup: {{ .Values.runAsUser | int64 }}
+{{- with .Values.runAsUser | int64 }}
+runAsUser: {{ . }}
+runAsGroup: {{ . }}
+fsGroup: {{ . }}
+{{- end }}
 seccompProfile:
   type: RuntimeDefault
 {{- end -}}

@@ -3,7 +3,7 @@
 The kubelet restarts containers and StatefulSets replace pods; the operator counts. It knows what it counted by
 `status.restarts.seen`: of each pod its uid and how often its containers for ranks had restarted. A pod that is seen for
 the first time counts nothing, nor does anything that the operator itself brought about: a roll-out, a suspension, a
-wait.
+wait. Nor does a pod that was deleted or evicted, as when its node is drained: only one that failed by itself.
 
 Beyond `maxRestarts` within the window the budget is used up. Containers that crash in place are left to the kubelet and
 its back-off all the same: their pods and logs stay. But pods that fail as a whole, e.g. by a TopologyAffinityError, are
@@ -23,7 +23,7 @@ from typing import Final
 
 from hetero_api.contract import LABEL_POOL, LABEL_REVISION
 from hetero_api.spec import HeteroInferenceSpec, RecoverySpec
-from hetero_api.status import ConditionType, HeteroInferenceStatus, RestartsStatus, SeenRestarts
+from hetero_api.status import RestartsStatus, SeenRestarts
 from hetero_operator.reconcile.inventory import STATEFUL_SET, Inventory, is_leaving, label_of
 from hetero_operator.reconcile.model import Object, Observed
 from hetero_operator.reconcile.names import Names
@@ -33,6 +33,7 @@ from hetero_operator.reconcile.status.pods import (
     container_status,
     end_trouble,
     expected_pods,
+    failed_by_itself,
     has_ended,
     latest_ending,
     rank_pods,
@@ -52,7 +53,8 @@ def held_pools(observed: Observed, spec: HeteroInferenceSpec, inventory: Invento
     if next_attempt is None or next_attempt <= observed.now:
         return frozenset()
     seen = {item.pod: item for item in stored_status(observed.resource).restarts.seen}
-    return _without_pods(observed, spec, inventory) | _failing_pools(_pods_of(observed, revision).values(), seen)
+    failing = _failing_pools(_pods_of(observed, revision), seen, _failed_pods_of(observed, revision))
+    return _without_pods(observed, spec, inventory) | failing
 
 
 def account(
@@ -72,13 +74,13 @@ def account(
     news = [
         item
         for name, members in by_pod.items()
-        if (item := _restart(members, pods.get(name), seen.get(name), stored, failed=failed_pods.get(name))) is not None
+        if (item := _restart(members, pods.get(name), seen.get(name), failed=failed_pods.get(name))) is not None
     ]
     after = before.model_copy(update={"seen": _seen(by_pod, pods, seen, waiting=waiting)})
     counted = _explained(_counted(after, news, observed.now) if news else after, expected, pods)
     is_too_much = is_exhausted(counted, spec) and counted.next_attempt_time is None
     # A pool may wait already by a plan of this very look, which no report has shown yet.
-    if not is_too_much or not (waiting or _failing_pools(pods.values(), seen)):
+    if not is_too_much or not (waiting or _failing_pools(pods, seen, failed_pods)):
         return counted
     return _postponed(counted, observed.now)
 
@@ -112,22 +114,17 @@ def _by_pod(expected: Iterable[ExpectedPod]) -> dict[str, list[ExpectedPod]]:
 
 
 def _restart(
-    members: Sequence[ExpectedPod],
-    pod: Object | None,
-    before: SeenRestarts | None,
-    stored: HeteroInferenceStatus,
-    *,
-    failed: Object | None,
+    members: Sequence[ExpectedPod], pod: Object | None, before: SeenRestarts | None, *, failed: Object | None
 ) -> _Restart | None:
     """Return the restarts of one pod since `before`, with the reason of the container that ended last.
 
-    `failed` is the last pod of that name that had failed and is gone.
+    `failed` is the pod that it replaced, if that had failed by itself.
     """
     if pod is None or before is None:
         return None
     count = _container_restarts(pod, members)
     is_same = before.uid == pod["metadata"]["uid"]
-    more = count - before.count if is_same else count + 1
+    more = count - before.count if is_same else count + (failed is not None)
     if more <= 0:
         return None
     last = max(members, key=lambda item: _ended_at(pod, item))
@@ -136,11 +133,8 @@ def _restart(
         words = end_trouble(pod, last.container).words
     elif ending is not None:
         words = str(ending)
-    elif failed is not None:
-        words = end_trouble(failed, last.container).words
     else:
-        known = ((item, _remembered(stored, item)) for item in members)
-        last, words = next((pair for pair in known if pair[1]), (last, "its pod was replaced"))
+        words = end_trouble(failed, last.container).words if failed is not None else "its container was restarted"
     return _Restart(
         rank=last.first_rank, count=more, reason=f"{last.subject()}: {words}", time=ending.finished_at if ending else ""
     )
@@ -150,15 +144,6 @@ def _ended_at(pod: Object, expected: ExpectedPod) -> str:
     """Return when a container ended last, as text that sorts by time; "" when it never did."""
     ending = latest_ending(pod, expected.container)
     return ending.finished_at if ending is not None else ""
-
-
-def _remembered(stored: HeteroInferenceStatus, expected: ExpectedPod) -> str:
-    """Return the last report about a pod that is gone: from the account when it was the last, else from Degraded."""
-    last = stored.restarts
-    messages = [last.last_reason] if last.last_rank == expected.first_rank else []
-    messages += [item.message for item in stored.conditions if item.type == ConditionType.DEGRADED]
-    subject = expected.subject().rstrip(")")
-    return next((text.partition("): ")[2] for text in reversed(messages) if text.startswith(subject)), "")
 
 
 def _container_restarts(pod: Object, members: Iterable[ExpectedPod]) -> int:
@@ -230,7 +215,7 @@ def _explained(
     restarts: RestartsStatus, expected: Collection[ExpectedPod], pods: Mapping[str, Object]
 ) -> RestartsStatus:
     """Return the account with the message of a failed pod, while that exists: its controller soon replaces it."""
-    failed = next((item for item in expected if item.name in pods and has_ended(pods[item.name])), None)
+    failed = next((item for item in expected if item.name in pods and failed_by_itself(pods[item.name])), None)
     if failed is None or not restarts.count:
         return restarts
     words = end_trouble(pods[failed.name], failed.container).words
@@ -267,29 +252,22 @@ def _pods_of(observed: Observed, revision: str) -> dict[str, Object]:
 
 
 def _failed_pods_of(observed: Observed, revision: str) -> dict[str, Object]:
-    """Return the pods of a revision that had failed and are gone, by name."""
-    found = {pod["metadata"]["name"]: pod for pod in observed.failed_pods}
+    """Return the pods of a revision that had failed by themselves and are gone, by name."""
+    found = {pod["metadata"]["name"]: pod for pod in observed.failed_pods if failed_by_itself(pod)}
     return {name: pod for name, pod in found.items() if label_of(pod, LABEL_REVISION) == revision}
 
 
-def _failing_pools(pods: Iterable[Object], seen: Mapping[str, SeenRestarts]) -> frozenset[str]:
-    """Return the sets whose pods end for good and are replaced at once; `seen` is from the last look.
+def _failing_pools(
+    pods: Mapping[str, Object], seen: Mapping[str, SeenRestarts], failed: Collection[str]
+) -> frozenset[str]:
+    """Return the sets whose pods fail as a whole and are replaced at once; `seen` is from the last look.
 
-    A StatefulSet's controller replaces a pod within milliseconds, so the ended one is seldom visible: the new one shows
-    as much. A pod that is Pending since the last look waits for a node, an image or a volume, and would lose its turn.
+    A StatefulSet's controller replaces a pod within milliseconds, so the failed one is seldom visible: `failed` names
+    those that are gone. A pod that is Pending since the last look waits for a node, an image or a volume, and would
+    lose its turn.
     """
-    by_set: dict[str, list[Object]] = {}
-    for pod in pods:
-        by_set.setdefault(label_of(pod, LABEL_POOL), []).append(pod)
-    return frozenset(name for name, members in by_set.items() if _fails_as_a_whole(members, seen))
-
-
-def _fails_as_a_whole(pods: Collection[Object], seen: Mapping[str, SeenRestarts]) -> bool:
-    old = [pod for pod in pods if not _is_made_anew(pod, seen)]
-    fails = len(old) < len(pods) or any(map(has_ended, old))
-    return fails and not any(status_of(pod).get("phase") == "Pending" for pod in old)
-
-
-def _is_made_anew(pod: Object, seen: Mapping[str, SeenRestarts]) -> bool:
-    before = seen.get(pod["metadata"]["name"])
-    return before is not None and before.uid != pod["metadata"]["uid"]
+    new = {name for name, pod in pods.items() if name in seen and seen[name].uid != pod["metadata"]["uid"]}
+    failing = {name for name, pod in pods.items() if failed_by_itself(pod) or (name in new and name in failed)}
+    waiting = {name for name, pod in pods.items() if name not in new and status_of(pod).get("phase") == "Pending"}
+    set_of = {name: label_of(pod, LABEL_POOL) for name, pod in pods.items()}
+    return frozenset(set_of[name] for name in failing) - {set_of[name] for name in waiting}

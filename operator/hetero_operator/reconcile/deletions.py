@@ -38,7 +38,7 @@ from hetero_operator.reconcile.inventory import (
 from hetero_operator.reconcile.model import Deletion, Object, ObjectRef, Observed
 from hetero_operator.reconcile.names import Names
 from hetero_operator.reconcile.rank_sets import rank_sets
-from hetero_operator.reconcile.status.pods import NodeLoss, node_loss, node_of
+from hetero_operator.reconcile.status.pods import NodeLoss, has_ended, node_loss, node_of
 
 _REVISION_LABELS: Final[Mapping[str, str]] = {
     SECRET: LABEL_REVISION,
@@ -123,7 +123,7 @@ def superseded(inventory: Inventory, wanted: Collection[ObjectKey], pods: Collec
 
 
 def _revisions_in_use(inventory: Inventory, pods: Collection[Object], label: str) -> set[str]:
-    of_pods = {label_of(pod, label) for pod in pods}
+    of_pods = {label_of(pod, label) for pod in pods if not has_ended(pod)}
     of_workloads = {template_label_of(workload, label) for workload in inventory.workloads()}
     return of_pods | of_workloads
 

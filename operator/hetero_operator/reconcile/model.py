@@ -54,8 +54,11 @@ class RenderOptions:
     operator_namespace: str = ""
     """Where the operator runs; "" outside a cluster."""
     run_as_user: int = 65532
+    """0: the cluster gives pods a user and groups, as OpenShift does."""
     inside_tls: bool = False
     """Whether gateway, ranks and operator know one another by certificates."""
+    any_address: str = "0.0.0.0"
+    """What gateways, routers and responders listen on; "::" where pods have addresses of IPv6."""
     router_image: str = ""
     """"" where they were stored by a version that knew no router."""
 
@@ -66,9 +69,16 @@ ANY_NAME: Final = "*"
 DEFAULT_DNS: Final = (
     "kube-system/k8s-app=kube-dns",
     "openshift-dns/dns.operator.openshift.io/daemonset-dns=default",
+    "kube-system/k8s-app=node-local-dns",
     "169.254.20.10/32",
+    "169.254.25.10/32",
+    "169.254.169.254/32",
 )
-"""Where clusters have their name servers: kube-dns and CoreDNS, OpenShift's, and NodeLocal DNSCache on each node."""
+"""Where clusters have their name servers.
+
+They are kube-dns and CoreDNS, OpenShift's, NodeLocal DNSCache on each node (as pods where Cilium redirects to it, at
+its own address and at kubespray's), and Cloud DNS of GKE.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +99,8 @@ class Policy:
     """First and last of the uids of which each namespace's pods get their own; None: all run as the same user."""
     cluster_dns: tuple[str, ...] = DEFAULT_DNS
     """Name servers that pods may ask: NAMESPACE/LABEL=VALUE selects pods, other entries are CIDRs; ANY_NAME: any."""
+    api_server_ports: tuple[int, ...] = (443, 6443)
+    """Ports of the API server: that of its Service, and the one that it listens on, by which policies see it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -324,6 +324,38 @@ async def test_a_rank_that_leaves_with_its_gateway_stays_until_the_last_stream_h
         assert zero.link.closing is None
 
 
+async def test_a_rank_that_leaves_with_its_gateway_stays_while_that_accepts_requests() -> None:
+    async with GroupBench() as bench:
+        _, one = await bench.ready()
+        bench.group.drain(notice_s=1.0)
+        assert not bench.group.is_ready
+        leaves(one)
+        for _ in range(3):
+            await asyncio.sleep(0.05)
+            assert len(tokens_of(await collect(bench.core.submit(generation("r", range(3)))))) == 4
+            assert one.link.closing is None
+        await wait_until(lambda: one.link.closing is not None)
+        with pytest.raises(EngineUnavailable, match="draining"):
+            bench.core.submit(generation("s", range(3)))
+
+
+@pytest.mark.parametrize("keeps_its_stream", [True, False])
+async def test_ranks_that_were_told_to_end_never_use_the_budget_up(keeps_its_stream: bool) -> None:
+    async with GroupBench(timed(max_restarts=0)) as bench:
+        _, one = await bench.ready()
+        for life in range(4):
+            leaves(one)
+            if not keeps_its_stream:  # its pod's grace is over before the gateway lets it go
+                one.lose()
+            await bench.until(GroupState.ABORTED)
+            assert not bench.topology.failed
+            one = bench.obedient(1, instance=f"successor {life}")
+            await bench.until(GroupState.READY)
+        one.lose()
+        await bench.until(GroupState.ABORTED)
+        assert bench.topology.failed
+
+
 async def test_a_rank_that_leaves_between_two_epochs_is_let_go() -> None:
     async with GroupBench() as bench:
         zero, one = await bench.ready()

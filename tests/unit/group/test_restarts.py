@@ -17,10 +17,16 @@ class Bench:
         self.restarts = EpochRestarts(settings, clock=lambda: self.now)
 
     def end(
-        self, *, ran_well: bool = False, permanent: bool = False, reason: str = "a rank left", present: str = "ab"
+        self,
+        *,
+        ran_well: bool = False,
+        is_orderly: bool = False,
+        permanent: bool = False,
+        reason: str = "a rank left",
+        present: str = "ab",
     ) -> float:
         """An epoch ends with a process of each letter; the pause."""
-        self.restarts.note_end(reason, permanent=permanent, ran_well=ran_well, present=present)
+        self.restarts.note_end(reason, permanent=permanent, ran_well=ran_well, is_orderly=is_orderly, present=present)
         return self.restarts.pause_left_s
 
 
@@ -68,6 +74,15 @@ def test_the_budget_is_of_the_window() -> None:
     assert bench.restarts.failure == (
         "a rank left; the group has ended more than spec.recovery.maxRestarts (2) times within 100 s"
     )
+
+
+def test_an_orderly_end_neither_spends_the_budget_nor_costs_time() -> None:
+    bench = Bench(max_restarts=1)
+    bench.end()
+    assert [bench.end(is_orderly=True) for _ in range(9)] == [0.0] * 9
+    assert bench.restarts.failure is None
+    bench.end()
+    assert bench.restarts.failure is not None
 
 
 def test_a_used_up_budget_needs_a_new_process_and_the_longest_pause() -> None:

@@ -47,12 +47,14 @@ def test_the_operators_own_namespace_is_where_the_lease_is() -> None:
         ("gateway_image", ""),
         ("gateway_image", " spaced "),
         ("cluster_domain", "no domain"),
-        ("run_as_user", "0"),
+        ("run_as_user", "-1"),
         ("inside_tls", "yes"),
         ("namespace_users", "5"),
         ("namespace_users", "0-5"),
         ("namespace_users", "9-5"),
         ("namespace_users", "1-2147483648"),
+        ("api_server_ports", "443,https"),
+        ("api_server_ports", "0"),
         ("cluster_dns", "kube-system"),
         ("cluster_dns", "10.0.0.10"),
         ("cluster_dns", "10.0.0.0/33"),
@@ -87,6 +89,7 @@ def test_lists_of_a_policy_are_separated_by_commas() -> None:
         "HETERO_OPERATOR_ALLOWED_SECRETS": "",
         "HETERO_OPERATOR_NAMESPACE_USERS": "1000000000-1999999999",
         "HETERO_OPERATOR_CLUSTER_DNS": "dns/app.example/role=resolver,fd00::10/128",
+        "HETERO_OPERATOR_API_SERVER_PORTS": "443,8443",
     }
     policy = OperatorConfig.from_command_line([], environment).policy
     assert policy.allowed_host_paths == ("/srv/models", "/dev/shm")
@@ -94,6 +97,13 @@ def test_lists_of_a_policy_are_separated_by_commas() -> None:
     assert (policy.allowed_secrets, policy.allowed_schedulers) == ((), ("*",))
     assert policy.namespace_users == (1_000_000_000, 1_999_999_999)
     assert policy.cluster_dns == ("dns/app.example/role=resolver", "fd00::10/128")
+    assert policy.api_server_ports == (443, 8443)
+
+
+@pytest.mark.parametrize(("own", "any_address"), [("10.1.2.3", "0.0.0.0"), ("fd00:10:244::7", "::"), (None, "0.0.0.0")])
+def test_pods_listen_on_addresses_of_the_operators_own_family(own: str | None, any_address: str) -> None:
+    environment = {} if own is None else {"HETERO_OPERATOR_HOST": own}
+    assert OperatorConfig.from_command_line([], environment).render.any_address == any_address
 
 
 def test_the_policy_without_settings_is_the_default_one() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -324,6 +325,20 @@ def test_a_budget_seen_in_two_versions_is_one_budget() -> None:
     assert list(world.of_kind("PodDisruptionBudget")) == ["x-ranks"]
     assert world.of_kind("PodDisruptionBudget")["x-ranks"]["apiVersion"] == BUDGET[0]
     assert world.plan().idle
+
+
+@pytest.mark.parametrize(("version", "policy"), [((1, 26), None), ((1, 27), "AlwaysAllow"), ((1, 37), "AlwaysAllow")])
+def test_pods_that_are_not_ready_may_be_evicted_where_the_cluster_knows_how(
+    version: tuple[int, int], policy: str | None
+) -> None:
+    world = small()
+    world.capabilities = replace(PLAIN, version=version)
+    world.change({**world.resource["spec"], "disruptionBudget": {"enabled": True}, "router": {"type": "SMG"}})
+    world.reconcile()
+    budgets = world.of_kind("PodDisruptionBudget")
+    assert {name: item["spec"].get("unhealthyPodEvictionPolicy") for name, item in budgets.items()} == {
+        "x-ranks": policy, "x-router": policy,
+    }  # fmt: skip
 
 
 def test_without_optional_apis_everything_else_is_made() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from hetero_api.contract import ANNOTATION_RESTARTED_AT, LABEL_REVISION, ROLE_GATEWAY, ROLE_RANK
+from hetero_api.contract import ANNOTATION_RESTARTED_AT, LABEL_REVISION, LABEL_ROLE, ROLE_GATEWAY, ROLE_RANK
+from hetero_operator.reconcile.inventory import label_of
 from hetero_operator.reconcile.model import Plan
 from tests.support.operator_world import OperatorWorld
 from tests.support.render_cases import FULL, UPGRADED, everything, resource_of
@@ -90,6 +91,7 @@ def test_after_a_roll_out_only_the_new_revision_is_left() -> None:
 def test_the_old_secret_stays_as_long_as_a_pod_of_its_revision_does() -> None:
     world = running()
     [secret], [config] = world.of_kind("Secret"), world.of_kind("ConfigMap")
+    gateway = next(pod for pod in world.pods.values() if label_of(pod, LABEL_ROLE) == ROLE_GATEWAY)
     with_field(world, "model", revision="v2")
     world.act(world.plan())
     world.run_controllers()
@@ -98,6 +100,7 @@ def test_the_old_secret_stays_as_long_as_a_pod_of_its_revision_does() -> None:
     assert deleted(todo, "ConfigMap") == [], "it tells that there is such a Secret"
     world.act(todo)
     world.run_controllers()
+    world.pods["evicted"] = {**gateway, "status": {"phase": "Failed", "reason": "Evicted"}}  # it needs nothing
     todo = world.plan()
     assert (deleted(todo, "Secret"), deleted(todo, "ConfigMap")) == ([secret], [])
     world.act(todo)

@@ -15,7 +15,7 @@ from hetero_operator.reconcile.policy import CHART_VALUES, uses
 from tests.support.hetero_resources import SPEC, changed
 from tests.support.operator_world import OperatorWorld
 from tests.support.policy_cases import CASES, STRICT, PolicyCase
-from tests.support.render_cases import FULL, OLD, OPEN, resource_of
+from tests.support.render_cases import FULL, OLD, OPEN, OPTIONS, resource_of
 
 pytestmark = pytest.mark.unit
 
@@ -169,6 +169,34 @@ def test_without_a_range_all_namespaces_have_the_same_user() -> None:
     assert users_of("team-a", Policy()) == users_of("team-b", Policy()) == {65532}
 
 
+@pytest.mark.parametrize("any_address", ["0.0.0.0", "::"])
+def test_pods_without_ranks_listen_on_any_address_of_the_clusters_family(any_address: str) -> None:
+    subject = world({"idle": {"responder": {"enabled": True}}, "replicas": 0, "router.type": "SMG"}, Policy())
+    subject.options = replace(OPTIONS, any_address=any_address)
+    subject.reconcile()
+    deployments = subject.of_kind("Deployment")
+    assert set(deployments) == {"x-gateway", "x-router", "x-responder"}
+    for item in deployments.values():
+        [container] = item["spec"]["template"]["spec"]["containers"]
+        assert container["args"][container["args"].index("--host") + 1] == any_address
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_the_cluster_may_choose_the_user_of_every_pod(replicas: int) -> None:
+    responder = {"idle": {"responder": {"enabled": True}}}
+    subject = world({**responder, "replicas": replicas, "router.type": "SMG"}, Policy())
+    subject.options = replace(OPTIONS, run_as_user=0)
+    for _ in range(2):  # a responder that is there is rendered by what it has
+        subject.reconcile()
+    workloads = [*subject.of_kind("StatefulSet").values(), *subject.of_kind("Deployment").values()]
+    assert {"x-gateway", "x-router"} < {item["metadata"]["name"] for item in workloads}
+    assert ("x-responder" in subject.of_kind("Deployment")) == (replicas == 0)
+    for item in workloads:
+        context = item["spec"]["template"]["spec"]["securityContext"]
+        assert context["runAsNonRoot"]
+        assert not {"runAsUser", "runAsGroup", "fsGroup"} & {*context}
+
+
 # --- who may scrape, whom pods may ask ------------------------------------------------------------------
 
 
@@ -203,7 +231,9 @@ def test_names_are_looked_up_at_the_clusters_own_servers() -> None:
     system = {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}
     for peers in name_servers(world({}, Policy())):
         assert {"namespaceSelector": system, "podSelector": pods} in peers
-        assert {"ipBlock": {"cidr": "169.254.20.10/32"}} in peers
+        for cidr in ("169.254.20.10/32", "169.254.25.10/32", "169.254.169.254/32"):
+            assert {"ipBlock": {"cidr": cidr}} in peers
+        assert {"namespaceSelector": system, "podSelector": {"matchLabels": {"k8s-app": "node-local-dns"}}} in peers
     old = world({}, Policy())
     old.capabilities = OLD
     assert all({"namespaceSelector": {}, "podSelector": pods} in peers for peers in name_servers(old))

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from hetero_api.contract import LABEL_GATEWAY_REVISION, LABEL_ROLE, ROLE_GATEWAY, ROLE_RANK
+from hetero_api.contract import LABEL_GATEWAY_REVISION, LABEL_REVISION, LABEL_ROLE, ROLE_GATEWAY, ROLE_RANK
 from hetero_operator.reconcile.inventory import label_of, ordinal_of
+from tests.support import pod_statuses
 from tests.support.owned_objects import normalised
 from tests.support.replica_scene import MOST_ROUNDS, ReplicaScene, copy_of
 
@@ -140,6 +141,36 @@ def test_a_spec_that_does_not_work_stops_at_the_first_replica_and_says_so() -> N
     assert degraded["message"].endswith("no such model To go back, apply the earlier spec.")
     assert (scene.status()["readyReplicas"], scene.status()["updatedReplicas"]) == (2, 1)
     assert scene.condition("Ready")["observedGeneration"] == 1
+
+
+def test_a_roll_out_that_waits_for_an_autoscaler_is_under_way_until_it_is_late() -> None:
+    scene = ReplicaScene.of(3)
+    revision = new_revision(scene, model=NEW)
+    scene.broken.add(revision)
+    scene.change(model=NEW)
+    scene.settle()
+    new = [pod for pod in scene.world.pods.values() if label_of(pod, LABEL_REVISION) == revision]
+    for pod in new:
+        del pod["spec"]["nodeName"]
+        pod["status"] = pod_statuses.unschedulable()
+    for _ in range(2):
+        scene.tell()
+        assert judgement(scene) == (("True", "RollingOut"), ("False", "AsExpected"))
+        assert scene.world.resource["status"]["groups"][2]["reason"] == "RankUnschedulable"
+    scene.world.now += timedelta(seconds=1800 + 600)
+    scene.tell()
+    assert judgement(scene) == (("False", "RolloutStopped"), ("True", "RankUnschedulable"))
+    rank = scene.world.pods["x-2-cpu-1"]
+    rank["spec"]["nodeName"] = "n1"
+    rank["status"] = pod_statuses.crash_loop(exit_code=3, restarts=2)
+    scene.world.now -= timedelta(seconds=2400)
+    scene.tell()
+    assert judgement(scene)[0] == ("False", "RolloutStopped"), "one of them is broken"
+
+
+def judgement(scene: ReplicaScene) -> tuple[tuple[str, str], tuple[str, str]]:
+    progressing, degraded = scene.condition("Progressing"), scene.condition("Degraded")
+    return (progressing["status"], progressing["reason"]), (degraded["status"], degraded["reason"])
 
 
 def test_the_earlier_spec_goes_back_to_the_broken_replica_alone() -> None:

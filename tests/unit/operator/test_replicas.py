@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from hetero_api.contract import LABEL_REPLICA, LABEL_ROLE, ROLE_RANK
+from hetero_api.contract import CONFIG_TEMPLATES_KEY, LABEL_REPLICA, LABEL_ROLE, ROLE_RANK
 from hetero_operator.reconcile.inventory import ObjectKey, ordinal_of
 from hetero_operator.reconcile.model import Plan
 from tests.support.operator_world import OperatorWorld
@@ -242,3 +243,41 @@ def test_replicas_are_kept_apart_and_the_ranks_of_each_together() -> None:
     assert rule["operator"] == "NotIn"
     others = {name for name, found in labels.items() if found[rule["key"]] not in rule["values"]}
     assert others & selected(scene, far["labelSelector"]["matchLabels"]) == {"x-cpu-0", "x-cpu-1"}
+
+
+PREFERRED, REQUIRED = (f"{policy}DuringSchedulingIgnoredDuringExecution" for policy in ("preferred", "required"))
+
+
+@pytest.mark.parametrize(
+    ("spread", "key", "when"),
+    [
+        (None, "kubernetes.io/hostname", PREFERRED),
+        ({"key": "zone"}, "zone", PREFERRED),
+        ({"key": "zone", "policy": "Required"}, "zone", REQUIRED),
+    ],
+)
+def test_gateways_of_replicas_are_kept_apart_as_their_ranks_are(spread: Any, key: str, when: str) -> None:
+    scene = ReplicaScene.of(2, scheduling={"replicaSpread": spread} if spread else {})
+    first, second = sorted(name for name in scene.world.pods if "-gateway-" in name)[::-1]
+    assert second.startswith("x-1-")
+    [rule] = scene.world.pods[second]["spec"]["affinity"]["podAntiAffinity"][when]
+    term = rule if when == REQUIRED else rule["podAffinityTerm"]
+    selector = term["labelSelector"]
+    assert term["topologyKey"] == key
+    [other] = selector["matchExpressions"]
+    kept = {name for name in selected(scene, selector["matchLabels"]) if other["operator"] == "NotIn"}
+    labels = {name: scene.world.pods[name]["metadata"]["labels"] for name in kept}
+    assert {name for name, found in labels.items() if found[other["key"]] not in other["values"]} == {first}
+
+
+def test_an_upgrade_of_the_operator_spreads_no_gateway_that_is_there() -> None:
+    scene = ReplicaScene.of(2)
+    for item in scene.world.of_kind("Deployment").values():
+        del item["spec"]["template"]["spec"]["affinity"]
+    for item in scene.world.of_kind("ConfigMap").values():
+        templates = json.loads(item["data"][CONFIG_TEMPLATES_KEY])
+        del templates["gateway"]["spec"]["affinity"]
+        item["data"][CONFIG_TEMPLATES_KEY] = json.dumps(templates)
+    scene.settle()
+    specs = [item["spec"]["template"]["spec"] for item in scene.world.of_kind("Deployment").values()]
+    assert [spec.get("affinity") for spec in specs] == [None, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,6 +127,9 @@ def test_its_policy_lets_clients_in_and_gateways_the_api_server_and_name_servers
     }  # fmt: skip
     assert [port["port"] for port in api_server["ports"]] == [443, 6443]
     assert {port["port"] for port in names["ports"]} == {53, 5353}
+    scene.world.policy = replace(scene.world.policy, api_server_ports=(8443,))
+    scene.settle()
+    assert found(scene, "NetworkPolicy")["spec"]["egress"][1] == {"ports": [{"protocol": "TCP", "port": 8443}]}
 
 
 def test_its_clients_are_the_gateways_but_for_those_of_an_earlier_version() -> None:

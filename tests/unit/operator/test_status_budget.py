@@ -52,8 +52,11 @@ def restart(scene: StatusScene, name: str, times: int) -> None:
 
 
 def replace_pod(scene: StatusScene, name: str) -> None:
-    """The StatefulSet controller makes it anew."""
+    """The StatefulSet controller makes it anew; the operator remembers one that had failed."""
     pod = copy.deepcopy(scene.pod(name))
+    others = [item for item in scene.world.failed_pods if item["metadata"]["name"] != name]
+    failed = [copy.deepcopy(pod)] if pod["status"]["phase"] == "Failed" else []
+    scene.world.failed_pods = [*others, *failed]
     pod["metadata"]["uid"] = f"{pod['metadata']['uid']}+"
     scene.world.pods[name] = pod
     scene.put(name, pods.running(ready=False))
@@ -89,14 +92,49 @@ def test_a_container_that_restarts_counts_once() -> None:
         assert restarts(scene) == told
 
 
-def test_a_pod_that_is_made_anew_counts_once() -> None:
+DELETED = {"phase": "Failed", "containerStatuses": pods.terminated(exit_code=143)["containerStatuses"]}
+"""As a kubelet leaves a pod that was deleted: it names no reason."""
+DRAINED = {**DELETED, "conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}]}
+PREEMPTED = {**DRAINED, "reason": "Preempting", "message": "Preempted in order to admit critical pod"}
+DISRUPTIONS = {
+    "running": pods.running(),
+    "deleted": DELETED,
+    "drained": DRAINED,
+    "preempted": PREEMPTED,
+    "evicted": pods.rejected("Evicted", "The node was low on resource: memory."),
+    "shutdown": pods.rejected("Terminated", "Pod was terminated in response to imminent node shutdown."),
+    "lost": pods.rejected("NodeLost", "Node n1 which was running pod x-cpu-0 is unresponsive"),
+}
+
+
+@pytest.mark.parametrize("how", DISRUPTIONS)
+def test_pods_that_are_deleted_or_evicted_never_use_the_budget_up(how: str) -> None:
     scene = scene_of_running_ranks()
-    replace_pod(scene, "x-more-0")
+    for _ in range(3):
+        for name in RANKS:
+            scene.put(name, DISRUPTIONS[how])
+            assert (restarts(scene)["count"], held(scene)) == (0, frozenset())
+            replace_pod(scene, name)
+            assert (restarts(scene)["count"], held(scene)) == (0, frozenset())
+
+
+def test_a_drain_takes_no_pods_from_a_set_whose_containers_used_the_budget_up() -> None:
+    scene = scene_of_running_ranks()
+    restart(scene, "x-cpu-0", 9)
+    assert restarts(scene)["count"] == 9
+    scene.put("x-cpu-1", DRAINED)
+    replace_pod(scene, "x-cpu-1")
+    assert "nextAttemptTime" not in restarts(scene)
+    assert held(scene) == frozenset()
+
+
+def test_containers_that_restarted_in_a_new_pod_count() -> None:
+    scene = scene_of_running_ranks()
+    replace_pod(scene, "x-cpu-1")
+    restart(scene, "x-cpu-1", 2)
     told = restarts(scene)
-    assert (told["count"], told["lastRank"], told["lastReason"]) == (
-        1, 2, "rank 2 (pod x-more-0): its pod was replaced",
-    )  # fmt: skip
-    assert restarts(scene) == told
+    assert (told["count"], told["lastRank"]) == (2, 1)
+    assert told["lastReason"] == "rank 1 (pod x-cpu-1): exited with code 1 (it broke while running): boom"
 
 
 def test_a_pod_that_failed_and_is_made_anew_counts_with_its_reason() -> None:
@@ -111,29 +149,24 @@ def test_a_pod_that_failed_and_is_made_anew_counts_with_its_reason() -> None:
 
 def test_a_pod_that_failed_and_was_replaced_before_anybody_looked_counts_with_its_reason() -> None:
     scene = scene_of_running_ranks()
-    running = copy.deepcopy(scene.pod("x-cpu-0"))
     scene.put("x-cpu-0", REFUSED)
-    scene.world.failed_pods = [scene.pod("x-cpu-0")]
-    scene.world.pods["x-cpu-0"] = running
     replace_pod(scene, "x-cpu-0")
     told = restarts(scene)
     assert told["count"] == 1
     assert told["lastReason"].startswith("rank 0 (pod x-cpu-0): the node refused the pod: TopologyAffinityError: ")
 
 
-def test_a_failed_pod_of_another_revision_explains_nothing() -> None:
+def test_a_failed_pod_of_another_revision_counts_nothing() -> None:
     scene = scene_of_running_ranks()
-    running = copy.deepcopy(scene.pod("x-cpu-0"))
     scene.put("x-cpu-0", REFUSED)
-    scene.world.failed_pods = [copy.deepcopy(scene.pod("x-cpu-0"))]
-    scene.world.failed_pods[0]["metadata"]["labels"][LABEL_REVISION] = "earlier"
-    scene.world.pods["x-cpu-0"] = running
     replace_pod(scene, "x-cpu-0")
-    assert restarts(scene)["lastReason"] == "rank 0 (pod x-cpu-0): its pod was replaced"
+    scene.world.failed_pods[0]["metadata"]["labels"][LABEL_REVISION] = "earlier"
+    assert restarts(scene)["count"] == 0
 
 
 def test_a_pod_that_is_away_for_a_while_counts_when_it_is_back() -> None:
     scene = scene_of_running_ranks()
+    scene.put("x-cpu-0", REFUSED)
     pod = scene.world.pods.pop("x-cpu-0")
     assert restarts(scene)["count"] == 0
     scene.world.pods["x-cpu-0"] = pod
@@ -228,6 +261,7 @@ def test_a_group_that_serves_again_is_not_told_of_its_budget() -> None:
 def used_up() -> StatusScene:
     """A pool whose pod is refused again and again, once too often."""
     scene = scene_of_running_ranks()
+    scene.put("x-cpu-0", REFUSED)
     for _ in range(4):
         assert held(scene) == frozenset()
         scene.pass_time(1)
@@ -404,11 +438,13 @@ def test_a_pool_waits_though_nobody_saw_its_pods_fail() -> None:
     scene = scene_of_running_ranks()
     for _ in range(3):
         scene.pass_time(1)
+        scene.put("x-cpu-0", REFUSED)
         replace_pod(scene, "x-cpu-0")
         assert held(scene) == frozenset()
         scene.tell()
     scene.pass_time(1)
     assert held(scene) == frozenset()
+    scene.put("x-cpu-0", REFUSED)
     replace_pod(scene, "x-cpu-0")
     assert held(scene) == {"cpu"}
     assert scene.tell().status["restarts"]["nextAttemptTime"] == "2030-01-01T00:00:35Z"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -165,6 +166,33 @@ def test_no_replicas_are_told_as_that() -> None:
     scene.world.pods.clear()
     found = conditions(scene.tell())
     assert (found["Ready"], found["Suspended"]) == (("False", "ScaledToZero"), ("True", "ScaledToZero"))
+
+
+EVICTED = pods.rejected("Evicted", "The node was low on resource: memory.")
+
+
+@pytest.mark.parametrize("change", [{"suspend": True}, {"replicas": 0}, {"replicas": 0, "rollout": {"maxSurge": 1}}])
+def test_an_evicted_gateway_that_nobody_deletes_holds_no_end_up(change: dict[str, Any]) -> None:
+    scene = StatusScene.serving()
+    scene.put(GATEWAY, EVICTED)
+    ended = scene.pod(GATEWAY)
+    scene.world.change({**scene.world.resource["spec"], **change})
+    scene.world.pods = {ended["metadata"]["name"]: ended}
+    scene.gateway = None
+    for _ in range(2):  # the second is of the plan's own doing
+        told = scene.tell()
+        found = conditions(told)
+        assert (found["Suspended"][0], found["Progressing"][0]) == ("True", "False")
+        assert (told.status["replicas"], told.look_again_s) == (0, None)
+
+
+def test_an_evicted_gateway_does_not_hide_its_successor() -> None:
+    scene = StatusScene.serving()
+    ended = copy.deepcopy(scene.pod(GATEWAY))
+    ended["metadata"] |= {"name": "x-gateway-evicted", "creationTimestamp": "2031-01-01T00:00:00Z"}
+    ended["status"] = EVICTED
+    scene.world.pods["x-gateway-evicted"] = ended
+    assert conditions(scene.tell())["Ready"] == ("True", "Serving")
 
 
 def test_a_roll_out_is_told_until_the_new_pods_serve() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -26,6 +27,7 @@ class StoppableBench(GatewayBench):
     """A gateway that ends as its process does: by signals to this one."""
 
     drain_timeout_s = 60.0
+    notice_s = 0.0
 
     async def __aenter__(self) -> StoppableBench:
         await super().__aenter__()
@@ -38,7 +40,8 @@ class StoppableBench(GatewayBench):
 
     def serve(self) -> asyncio.Task[Any]:
         self.stop = StopSignals(asyncio.get_running_loop())
-        return asyncio.create_task(serve_until(self.stop, self.gateway, drain_timeout_s=self.drain_timeout_s))
+        living = serve_until(self.stop, self.gateway, drain_timeout_s=self.drain_timeout_s, notice_s=self.notice_s)
+        return asyncio.create_task(living)
 
     async def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
         was_asked = self.stop.asked.is_set()
@@ -87,6 +90,39 @@ async def test_streams_in_flight_finish_and_new_requests_are_refused(running: St
     assert events[-1].HasField("finished")
     assert await running.ended() == EXIT_OK
     assert rank.kinds[-1] == "shutdown"
+
+
+async def test_clients_that_have_not_heard_of_the_end_are_served_for_a_while(tmp_path: Path) -> None:
+    leaving = StoppableBench(served_model(tmp_path))
+    leaving.notice_s = 3.0
+    async with leaving, httpx.AsyncClient(base_url=f"http://{leaving.addresses.http}") as client:
+        await leaving.join()
+        probe = await client.get("/health")
+        assert (probe.status_code, probe.headers.get("connection")) == (200, None)
+        await leaving.signal()
+        await leaving.until(lambda: not leaving.gateway.group.is_ready)
+        assert (await client.get("/health")).status_code == 503
+        served = [await completion(client)]
+        while served[-1].status_code == 200:
+            served.append(await completion(client))
+        *answers, refusal = served
+        assert {answer.status_code for answer in answers} == {200}
+        assert answers[-1].headers["connection"] == "close"
+        assert (refusal.status_code, refusal.headers["connection"]) == (503, "close")
+        assert await leaving.ended() == EXIT_OK
+
+
+async def completion(client: httpx.AsyncClient) -> httpx.Response:
+    asked = {"model": "g", "prompt": [1], "max_tokens": 2}
+    return await client.post("/v1/completions", json=asked)
+
+
+async def test_a_gateway_without_ranks_has_nobody_to_wait_for(tmp_path: Path) -> None:
+    leaving = StoppableBench(served_model(tmp_path))
+    leaving.notice_s = 600.0
+    async with leaving:
+        await leaving.signal()
+        assert await leaving.ended() == EXIT_OK
 
 
 async def test_without_requests_it_ends_at_once(running: StoppableBench) -> None:

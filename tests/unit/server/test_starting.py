@@ -207,6 +207,18 @@ async def test_two_gateways_do_not_share_a_port(tmp_path: Path) -> None:
         await second.close("over")
 
 
+async def test_every_port_is_open_to_both_families_where_pods_have_addresses_of_ipv6(tmp_path: Path) -> None:
+    gateway: Any = Gateway(served_model(tmp_path), token=TOKEN)
+    try:
+        addresses = await gateway.listen(Ports("::", inference=0, admin=0, ranks=0, http=0, metrics=0))
+        opened = [int(text.rpartition(":")[2]) for text in dataclasses.astuple(addresses) if text]
+        for port in (*opened, gateway._probe_server.port):
+            for own in ("::1", "127.0.0.1"):
+                socket.create_connection((own, port), timeout=10).close()
+    finally:
+        await gateway.close("the test is over")
+
+
 def test_the_state_file_is_whole_or_not_there(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     path.write_text("old")

@@ -16,6 +16,8 @@ class Admission:
     """Decides whether requests are accepted: once a group has been there, unless somebody has closed it."""
 
     has_opened: bool = False
+    is_leaving: bool = False
+    """Whether it is about to drain: it accepts requests of clients that have not heard so, and is not called ready."""
     is_draining: bool = False
     failed: str | None = None
     closed: str | None = None

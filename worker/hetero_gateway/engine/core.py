@@ -75,6 +75,7 @@ class EngineCore:
         self._pace = StepPace(lookahead_s=config.lookahead_s)
         self._masks = MaskWriter(vocab_size=config.vocab_size)
         self._admission = Admission()
+        self._drains = asyncio.Event()
         self._turns = ReaderTurns()
         self._group: StepsInFlight | None = None
         self._lost_reason = ""
@@ -206,7 +207,7 @@ class EngineCore:
     @property
     def is_serving(self) -> bool:
         """Whether a correct request would be accepted and worked on now, unless the queue is full."""
-        return self._group is not None and self._admission.refusal is None
+        return self._group is not None and self._admission.refusal is None and not self._admission.is_leaving
 
     def close_intake(self, reason: str) -> None:
         """Refuse requests with EngineUnavailable until `open_intake`; those in flight go on."""
@@ -216,9 +217,14 @@ class EngineCore:
         """Accept requests again."""
         self._admission.closed = None
 
-    def drain(self) -> None:
-        """Accept no more requests, for good; those in flight go on."""
-        self._admission.is_draining = True
+    def drain(self, *, notice_s: float = 0.0) -> None:
+        """Accept no more requests after `notice_s`, for good; those in flight go on. It stops being ready at once."""
+        self._admission.is_leaving = True
+        if notice_s:
+            asyncio.get_running_loop().call_later(notice_s, self.drain)
+        else:
+            self._admission.is_draining = True
+            self._drains.set()
 
     @property
     def is_idle(self) -> bool:
@@ -228,6 +234,11 @@ class EngineCore:
     async def wait_idle(self) -> None:
         """Return once no request is in flight."""
         await self._outputs.none_left.wait()
+
+    async def wait_drained(self) -> None:
+        """Return once no request is in flight, and none is accepted because it drains."""
+        await self._drains.wait()
+        await self.wait_idle()
 
     async def wait_busy(self) -> None:
         """Return once a request is in flight."""

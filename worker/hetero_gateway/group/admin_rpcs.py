@@ -127,7 +127,7 @@ class AdminRpcs:
             if not self._group.state.is_serving:
                 self._refuse("Drain", GroupState.READY)
             self._group.drain()
-        await self._core.wait_idle()
+        await self._core.wait_drained()
         return admin_pb2.DrainResponse()
 
     async def profile(self, request: admin_pb2.ProfileRequest) -> admin_pb2.ProfileResponse:

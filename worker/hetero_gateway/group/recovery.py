@@ -100,7 +100,8 @@ class EpochRestarts:
     A rank that is lost now and then costs no time: the epoch after one that ran well begins as soon as the ranks are
     there. Each further epoch in a row that did not run well doubles a pause before the next. A permanent failure, or
     more ends within the window than the resource allows, is a failure of the group: only a process that was not there
-    then, perhaps a repaired one, lets it try again; after too many ends not before the longest pause either.
+    then, perhaps a repaired one, lets it try again; after too many ends not before the longest pause either. An orderly
+    end, of a rank that was told to end, neither counts nor costs time: nodes are drained as often as somebody likes.
     """
 
     def __init__(self, settings: GroupSettings, *, clock: Callable[[], float]) -> None:
@@ -118,10 +119,12 @@ class EpochRestarts:
         """Instance ids of the processes that were there at the failure."""
         self._not_before_s = clock()
 
-    def note_end(self, reason: str, *, permanent: bool, ran_well: bool, present: Iterable[str]) -> None:
+    def note_end(
+        self, reason: str, *, permanent: bool, ran_well: bool, is_orderly: bool, present: Iterable[str]
+    ) -> None:
         """Note the end of an epoch."""
-        self._not_before_s = self._clock() + self._pauses.next_pause_s(did_well=ran_well)
-        has_budget = self._budget.spend()
+        self._not_before_s = self._clock() + self._pauses.next_pause_s(did_well=ran_well or is_orderly)
+        has_budget = is_orderly or self._budget.spend()
         if permanent:
             self.note_failure(reason, present=present)
         elif self.failure is not None:

@@ -117,6 +117,7 @@ class Group:
         elif member is None:
             raise RankMisbehaved(f"the first message must be hello, not {message.WhichOneof('body')}")
         elif message.HasField("leaving"):
+            member.was_told_to_end = True
             parting = asyncio.create_task(self._let_go(member, message.leaving.reason), name=f"{member} leaves")
             self._partings.add(parting)
             parting.add_done_callback(self._partings.discard)
@@ -147,7 +148,7 @@ class Group:
             async with asyncio.timeout(DRAIN_NOTICE_S):
                 await self._core.wait_idle()
         if self.state is GroupState.DRAINING:
-            await self._core.wait_idle()
+            await self._core.wait_drained()
         self._shut_down(member, f"it was asked to leave: {reason}")
         self._remove(member.link, f"it was asked to leave: {reason}")
 
@@ -227,7 +228,13 @@ class Group:
         logger.error("epoch=%d ended%s: %s", epoch.number, " for good" if permanent else "", reason)
         epoch.end(reason)
         self._current = None
-        self._restarts.note_end(reason, permanent=permanent, ran_well=epoch.ran_well, present=self._roster.instance_ids)
+        self._restarts.note_end(
+            reason,
+            permanent=permanent,
+            ran_well=epoch.ran_well,
+            is_orderly=any(member.was_told_to_end for member in epoch.members),
+            present=self._roster.instance_ids,
+        )
         self._tell_engine(reason)
         abort = ranks_pb2.GatewayMessage(epoch=epoch.number, abort=ranks_pb2.Abort(reason=reason))
         broadcast((member.link for member in self._roster.release()), abort)
@@ -269,10 +276,13 @@ class Group:
 
     # --- the end, and the status ------------------------------------------------------------------------
 
-    def drain(self) -> None:
-        """Refuse requests, epochs and ranks from now on, for good; requests in flight go on if there is an epoch."""
+    def drain(self, *, notice_s: float = 0.0) -> None:
+        """Refuse epochs and ranks from now on, for good; requests in flight go on if there is an epoch.
+
+        A group that is ready accepts requests for `notice_s` more.
+        """
         if self.state not in _LAST_STATES:
-            self._core.drain()
+            self._core.drain(notice_s=notice_s if self.is_ready else 0.0)
             self.enter(GroupState.DRAINING)
             if self.current is None and self._core.paused_requests:
                 self._core.fail(f"the gateway is draining and its group was lost: {self._restarts.ended_reason}")

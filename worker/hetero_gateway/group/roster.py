@@ -99,6 +99,8 @@ class Member:
     link: RankLink
     hello: ranks_pb2.Hello
     state: MemberState = MemberState.JOINED
+    was_told_to_end: bool = False
+    """Whether it said that somebody told it to end, e.g. a kubelet that evicts its pod."""
 
     @property
     def rank(self) -> int:

@@ -232,13 +232,18 @@ class Gateway:
             if self._sleeper is not None:
                 tasks.create_task(self._sleeper.run(), name="idle")
 
-    def drain(self) -> None:
-        """Refuse new requests, and say so to health and probes; those in flight go on."""
-        self.group.drain()
+    def drain(self, *, notice_s: float = 0.0) -> None:
+        """Tell health and probes, and refuse new requests after `notice_s`; those in flight go on."""
+        self.group.drain(notice_s=notice_s)
 
     async def wait_idle(self) -> None:
         """Return once no call for completions is in flight, however its last one ended."""
         await self._in_flight.wait_idle()
+
+    async def wait_drained(self) -> None:
+        """As `wait_idle`, once none is accepted any more."""
+        await self.core.wait_drained()
+        await self.wait_idle()
 
     async def close(self, reason: str) -> None:
         """End everything; `serve` must have ended. A second call does nothing."""
@@ -265,6 +270,8 @@ class Gateway:
         ready = self.group.is_ready
         self._health.set_serving([WHOLE_SERVER, *GATEWAY_SERVICES], ready)
         self._admin_health.set_serving(GATEWAY_SERVICES, ready)
+        if state is GroupState.DRAINING and self._http is not None:
+            self._http.close_connections()
 
     def _server_info(self) -> inference_pb2.GetServerInfoResponse:
         stats = self.core.stats()

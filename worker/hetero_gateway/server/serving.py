@@ -1,8 +1,9 @@
 """A gateway's process from listening to its end.
 
-It listens, writes where into the state file, and serves. The first signal drains it: new requests are refused, and
-those in flight have the drain timeout to finish, their last message written; then the rest end with UNAVAILABLE. The
-second signal ends it at once, and so does a timeout of 0.
+It listens, writes where into the state file, and serves. The first signal drains it: health and probes say so at once,
+new requests are refused once clients had time to hear of it, and those in flight have the drain timeout to finish,
+their last message written; then the rest end with UNAVAILABLE. The second signal ends it at once, and so does a timeout
+of 0.
 """
 
 from __future__ import annotations
@@ -96,6 +97,8 @@ def _announce(config: GatewayConfig, model: ServedModel, addresses: Addresses) -
         write_state(config.state_file, state)
 
 
+NOTICE_S: Final = 5.0
+"""Longest that a gateway which was asked to stop accepts requests: a Service still sends some to a pod that leaves."""
 SHUTTING_DOWN: Final = "the gateway is shutting down"
 
 
@@ -112,14 +115,16 @@ class StopSignals:
         (self.urged if self.asked.is_set() else self.asked).set()
 
 
-async def serve_until(stop: StopSignals, gateway: Gateway, *, drain_timeout_s: float) -> int:
+async def serve_until(
+    stop: StopSignals, gateway: Gateway, *, drain_timeout_s: float, notice_s: float = NOTICE_S
+) -> int:
     """Serve until asked to stop, then drain; return the exit status. The caller closes the gateway."""
     serving = asyncio.create_task(gateway.serve())
     await _first_of(serving, stop.asked.wait())
     if not serving.done():
-        gateway.drain()
+        gateway.drain(notice_s=min(notice_s, drain_timeout_s))
         logger.info("asked to stop; requests in flight have %g s", drain_timeout_s)
-        await _first_of(serving, stop.urged.wait(), gateway.wait_idle(), timeout_s=drain_timeout_s)
+        await _first_of(serving, stop.urged.wait(), gateway.wait_drained(), timeout_s=drain_timeout_s)
     if serving.done():
         logger.critical("the gateway broke", exc_info=serving.exception())
         return EXIT_FAILURE

@@ -22,6 +22,8 @@
   value: {{ .Values.namespaceUsers | quote }}
 - name: HETERO_OPERATOR_CLUSTER_DNS
   value: {{ join "," .Values.clusterDns | quote }}
+- name: HETERO_OPERATOR_API_SERVER_PORTS
+  value: {{ join "," .Values.networkPolicy.apiServerPorts | quote }}
 - name: HETERO_OPERATOR_ALLOWED_HOST_PATHS
   value: {{ join "," .Values.policy.hostPaths | quote }}
 - name: HETERO_OPERATOR_ALLOWED_IMAGES

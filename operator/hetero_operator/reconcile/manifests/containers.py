@@ -28,6 +28,7 @@ from hetero_api.contract import (
     ANNOTATION_RENDER,
     POD_GROUP_TOKEN_FILE,
     POD_INSIDE_TLS_DIR,
+    ROLE_GATEWAY,
     ROLE_RANK,
     SECRET_GROUP_TOKEN_KEY,
     SECRET_INSIDE_AUTHORITY,
@@ -37,7 +38,7 @@ from hetero_api.contract import (
 )
 from hetero_api.quantity import format_bytes
 from hetero_api.spec import HeteroInferenceSpec
-from hetero_api.spec_cluster import ResourcesSpec, SpreadPolicy, Toleration
+from hetero_api.spec_cluster import ReplicaSpreadSpec, ResourcesSpec, SpreadPolicy, Toleration
 from hetero_api.spec_model import SecretKeyRef
 from hetero_api.spec_pools import PoolSpec, PoolType
 from hetero_operator.reconcile.manifests.optional_kinds import device_class, rank_scheduler
@@ -74,9 +75,7 @@ def pod_security(options: RenderOptions) -> dict[str, Any]:
     user = options.run_as_user
     return {
         "runAsNonRoot": True,
-        "runAsUser": user,
-        "runAsGroup": user,
-        "fsGroup": user,
+        **(dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), user) if user else {}),
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
@@ -323,12 +322,18 @@ def rank_scheduling(rendering: Rendering, pool: PoolSpec) -> dict[str, Any]:
         node_selector={**spec.scheduling.node_selector, **pool.scheduling.node_selector},
         tolerations=[*spec.scheduling.tolerations, *pool.scheduling.tolerations],
     )
-    affinity = {**_shared_domain(rendering), **_apart(rendering)}
+    affinity = {**_shared_domain(rendering), **_apart(rendering, ROLE_RANK, rendering.spec.scheduling.replica_spread)}
     return {**fields, "affinity": affinity} if affinity else fields
 
 
-def gateway_scheduling(spec: HeteroInferenceSpec) -> dict[str, Any]:
-    """Return the scheduling fields of the gateway pod's spec; none of those for ranks together."""
+def gateway_scheduling(rendering: Rendering) -> dict[str, Any]:
+    """Return the scheduling fields of the gateway pod's spec: replicas spread as their ranks do, else over nodes."""
+    spread = rendering.spec.scheduling.replica_spread or ReplicaSpreadSpec(key=_NODE, policy=SpreadPolicy.PREFERRED)
+    return {**door_scheduling(rendering.spec), "affinity": _apart(rendering, ROLE_GATEWAY, spread)}
+
+
+def door_scheduling(spec: HeteroInferenceSpec) -> dict[str, Any]:
+    """Return the scheduling fields of pods without ranks; none of those for ranks together."""
     scheduling = spec.scheduling
     return _fields(
         spec,
@@ -339,9 +344,9 @@ def gateway_scheduling(spec: HeteroInferenceSpec) -> dict[str, Any]:
 
 
 def router_scheduling(rendering: Rendering) -> dict[str, Any]:
-    """Return the scheduling fields of the router's pods: a gateway's, and aversion to one another's nodes."""
+    """Return the scheduling fields of the router's pods, with an aversion to one another's nodes."""
     apart = _affinity(_NODE, {"matchLabels": router_selector(rendering)}, SpreadPolicy.PREFERRED)
-    return {**gateway_scheduling(rendering.spec), "affinity": {"podAntiAffinity": apart}}
+    return {**door_scheduling(rendering.spec), "affinity": {"podAntiAffinity": apart}}
 
 
 def _fields(
@@ -384,14 +389,13 @@ def _shared_domain(rendering: Rendering) -> dict[str, Any]:
     return {"podAffinity": _affinity(topology.key, selector, topology.policy)}
 
 
-def _apart(rendering: Rendering) -> dict[str, Any]:
-    """Return the aversion of every rank to ranks of other replicas."""
-    spread = rendering.spec.scheduling.replica_spread
+def _apart(rendering: Rendering, role: str, spread: ReplicaSpreadSpec | None) -> dict[str, Any]:
+    """Return the aversion of every pod of a role to those of other replicas."""
     if spread is None:
         return {}
     [(label, group)] = instance_selector(rendering).items()
     others = {"key": label, "operator": "NotIn", "values": [group]}
-    selector = {"matchLabels": role_selector(rendering, ROLE_RANK), "matchExpressions": [others]}
+    selector = {"matchLabels": role_selector(rendering, role), "matchExpressions": [others]}
     return {"podAntiAffinity": _affinity(spread.key, selector, spread.policy)}
 
 

@@ -112,7 +112,7 @@ def plain_gateway_template(rendering: Rendering) -> dict[str, Any]:
         annotations={},
         account=names.gateway_account,
         grace_period_s=spec.gateway.drain_timeout_seconds + _GRACE_AFTER_DRAIN_S,
-        scheduling=gateway_scheduling(spec),
+        scheduling=gateway_scheduling(rendering),
         containers=[_container(rendering, image, resources, files)],
     )
 
@@ -132,7 +132,7 @@ def _container(
         args=[
             "--manifest", POD_MANIFEST, *chain.from_iterable(model_options(rendering.spec).items()),
             *(text for folder in adapter_directories(rendering.spec) for text in ("--adapter", folder)),
-            "--host", "0.0.0.0", *listen,
+            "--host", rendering.options.any_address, *listen,
             *_access_arguments(rendering.spec.gateway),
             *(text for option in inside_arguments(rendering).items() for text in option),
         ],

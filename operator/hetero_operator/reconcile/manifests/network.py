@@ -48,8 +48,6 @@ _POLICY: Final = ("networking.k8s.io/v1", "NetworkPolicy")
 _DNS_PORTS: Final = (53, 5353)
 """5353 is where OpenShift's DNS pods listen: policies see a Service's target, not its port."""
 _HTTPS_PORT: Final = 443
-_API_SERVER_PORTS: Final = (443, 6443)
-"""Ports of the API server: that of its Service, and the one that it listens on, by which policies see it."""
 _NAMESPACE_NAME: Final = "kubernetes.io/metadata.name"
 _NAMESPACE_NAME_SINCE: Final = (1, 21)
 
@@ -164,7 +162,7 @@ def router_policy(rendering: Rendering, *, clients: Clients) -> dict[str, Any]:
         ],
         "egress": [
             {"to": [gateways], "ports": _tcp([ROUTER_PORT])},
-            {"ports": _tcp(_API_SERVER_PORTS)},
+            {"ports": _tcp(rendering.policy.api_server_ports)},
             *_name_servers(rendering),
         ],
     }

@@ -55,6 +55,7 @@ _KUEUE_QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
 _KUEUE_GROUP_LABEL: Final = "kueue.x-k8s.io/pod-group-name"
 _KUEUE_COUNT_ANNOTATION: Final = "kueue.x-k8s.io/pod-group-total-count"
 _KUEUE_SERVING_ANNOTATION: Final = "kueue.x-k8s.io/pod-group-serving"
+_UNHEALTHY_POLICY_SINCE: Final = (1, 27)
 _BUDGET_KINDS: Final = (("policy/v1", "PodDisruptionBudget"), ("policy/v1beta1", "PodDisruptionBudget"))
 """Newest first; both spell what we use alike."""
 _ALL_PODS: Final = "100%"
@@ -141,7 +142,7 @@ def rank_scheduler(spec: HeteroInferenceSpec) -> str | None:
 def disruption_budgets(rendering: Rendering, *, others_serve: bool | None) -> list[dict[str, Any]]:
     """Return a replica's budget in the newest version that the cluster has; none when the user wants none.
 
-    It lets pods go while all other replicas serve. The ranks of a replica that is alone (None) never go.
+    It lets pods go while all other replicas serve. The ready ranks of a replica that is alone (None) never go.
     """
     selector = group_selector(rendering, ROLE_RANK)
     if others_serve is not None:
@@ -162,7 +163,10 @@ def _budgets(
     kinds = [kind for kind in _BUDGET_KINDS if rendering.capabilities.has(*kind)]
     if not rendering.spec.disruption_budget.enabled or not kinds:
         return []
-    spec = {"maxUnavailable": most, "selector": {"matchLabels": selector}}
+    knows_policy = rendering.capabilities.version >= _UNHEALTHY_POLICY_SINCE
+    # A pod that is not ready serves nobody, and would keep its node from being drained for as long as it is broken.
+    unhealthy = {"unhealthyPodEvictionPolicy": "AlwaysAllow"} if knows_policy else {}
+    spec = {"maxUnavailable": most, "selector": {"matchLabels": selector}, **unhealthy}
     return [manifest(rendering, kinds[0], name, component=component, spec=spec)]
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 from hetero_api.contract import ANNOTATION_RENDER, COMPONENT_RESPONDER, LABEL_ROLE, ROLE_GATEWAY
 from hetero_operator.reconcile.exposure import Clients
 from hetero_operator.reconcile.inventory import DEPLOYMENT, Inventory, is_leaving, label_of
-from hetero_operator.reconcile.manifests.containers import container, container_ports, gateway_scheduling, pod_template
+from hetero_operator.reconcile.manifests.containers import container, container_ports, door_scheduling, pod_template
 from hetero_operator.reconcile.manifests.gateway import door_arguments, door_certificates
 from hetero_operator.reconcile.manifests.network import responder_policy
 from hetero_operator.reconcile.manifests.rendering import Rendering, manifest, responder_selector
@@ -87,7 +87,7 @@ def _as_rendered(rendering: Rendering, live: Object) -> Rendering:
         options,
         gateway_image=template["spec"]["containers"][0]["image"],
         operator_version=annotations.get(ANNOTATION_RENDER, options.operator_version),
-        run_as_user=template["spec"]["securityContext"]["runAsUser"],
+        run_as_user=template["spec"]["securityContext"].get("runAsUser", 0),
     )
     return replace(rendering, options=options)
 
@@ -103,7 +103,7 @@ def _deployment(rendering: Rendering) -> dict[str, Any]:
         annotations={},
         account=names.responder,
         grace_period_s=_GRACE_S,
-        scheduling=gateway_scheduling(rendering.spec),
+        scheduling=door_scheduling(rendering.spec),
         containers=[
             container(
                 rendering, _CONTAINER, rendering.spec.images.gateway or rendering.options.gateway_image,
@@ -128,4 +128,5 @@ def _probe(*, period_s: int) -> dict[str, Any]:
 def _arguments(rendering: Rendering) -> list[str]:
     listen = [text for name, port in _DOORS.items() for text in (f"--{name}-port", str(port))]
     after_s = str(rendering.spec.idle.responder.retry_after_seconds)
-    return ["--host", "0.0.0.0", *listen, "--retry-after-s", after_s, *door_arguments(rendering.spec.gateway)]
+    host = rendering.options.any_address
+    return ["--host", host, *listen, "--retry-after-s", after_s, *door_arguments(rendering.spec.gateway)]

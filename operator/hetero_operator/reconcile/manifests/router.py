@@ -145,7 +145,7 @@ def _arguments(rendering: Rendering) -> list[str]:
         "--tls-dir": POD_TLS_DIR if spec.router.tls_secret_name is not None else None,
     }
     return [
-        "--host", "0.0.0.0", "--port", str(HTTP_PORT), "--metrics-port", str(METRICS_PORT),
+        "--host", rendering.options.any_address, "--port", str(HTTP_PORT), "--metrics-port", str(METRICS_PORT),
         "--gateway", f"{engines}:{ROUTER_PORT}", "--pods", f"{namespace}/{labels}",
         "--policy", spec.router.policy.value, "--drain-s", str(spec.gateway.drain_timeout_seconds),
         *(text for option, path in files.items() if path is not None for text in (option, path)),

@@ -35,7 +35,7 @@ def figures(situation: Situation, *, is_serving: bool) -> dict[str, Any]:
     """Return the fields of HeteroInferenceStatus but its conditions."""
     reported = {
         "observed_generation": situation.generation,
-        "replicas": int(bool(situation.observed.pods)),
+        "replicas": int(bool(situation.live_pods)),
         "ready_replicas": int(is_serving),
         "selector": f"{LABEL_NAME}={situation.names.resource}",
         "restarts": situation.restarts,

@@ -182,8 +182,7 @@ def _suspended(situation: Situation) -> Finding:
         return Finding(FALSE, Reason.NOT_SUSPENDED, "Pods are wanted.")
     idle = _idle(situation)
     assert idle is not None
-    left = len(situation.observed.pods)
-    if left:
+    if situation.live_pods:
         return Finding(FALSE, Reason.STOPPING, f"{idle.message} Pods are ending.")
     return Finding(TRUE, idle.reason, idle.message)
 

@@ -34,6 +34,7 @@ from hetero_operator.reconcile.status.text import parsed_time, steady
 
 _ENDED_PHASES: Final = ("Failed", "Succeeded")
 _EVICTED: Final = frozenset({"Evicted", "Preempting", "Preempted", "Shutdown", "NodeShutdown", "Terminated"})
+_NODE_LOST: Final = "NodeLost"
 _REJECTED: Final = frozenset(
     {
         "UnexpectedAdmissionError", "NodeAffinity", "SMTAlignmentError", "InvalidNodeInfo", "AppArmor",
@@ -71,6 +72,17 @@ def is_ready(pod: Object) -> bool:
 def has_ended(pod: Object) -> bool:
     """Return whether it has ended as a whole and will not run again."""
     return status_of(pod).get("phase") in _ENDED_PHASES
+
+
+def failed_by_itself(pod: Object) -> bool:
+    """Return whether it has failed by its own fault, and was neither evicted nor deleted.
+
+    Containers of a rank pod are restarted for ever, so its kubelet gives a reason where it gives the pod up; a pod that
+    somebody deleted ends without one.
+    """
+    reason = str(status_of(pod).get("reason") or "")
+    was_disrupted = condition(pod, "DisruptionTarget").get("status") == "True"
+    return has_ended(pod) and reason not in {"", _NODE_LOST, *_EVICTED} and not was_disrupted
 
 
 def is_up(pod: Object, container: str) -> bool:
@@ -114,7 +126,7 @@ def end_trouble(pod: Object, main: str) -> Trouble:
         return broken(Reason.POD_REJECTED, f"the node refused the pod: {reason}: {said}")
     if reason in _EVICTED:
         return broken(Reason.POD_EVICTED, f"{reason}: {said}")
-    if reason == "NodeLost":
+    if reason == _NODE_LOST:
         return broken(Reason.NODE_LOST, said)
     ending = latest_ending(pod, main)
     if reason or ending is None:

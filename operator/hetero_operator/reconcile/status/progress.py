@@ -30,7 +30,13 @@ from hetero_operator.reconcile.status.text import bounded, parsed_time, stored_c
 
 _GIVEN_UP: Final = frozenset({Reason.GROUP_FAILED, Reason.RESTART_BUDGET_EXHAUSTED})
 _WITHOUT_DEADLINE: Final = frozenset({Reason.ROLLING_OUT, Reason.FETCHING_MODEL, Reason.SCHEDULING_GATED})
-_OF_THE_JUDGEMENT: Final = frozenset({ConditionType.PROGRESSING, ConditionType.DEGRADED})
+_OF_NO_POD: Final = frozenset(
+    {
+        ConditionType.PROGRESSING, ConditionType.DEGRADED, ConditionType.ACCEPTED, ConditionType.SUSPENDED,
+        ConditionType.EXPOSED, ConditionType.ROUTER_READY,
+    }
+)  # fmt: skip
+"""Conditions whose change moves no pod. Times of most of them are not kept for each of several replicas."""
 SHORTEST_POLL_S: Final = 2.0
 LONGEST_POLL_S: Final = 10.0
 IDLE_POLL_S: Final = 30.0
@@ -53,7 +59,7 @@ def progressing(situation: Situation, blockers: Blockers, conditions: Mapping[st
     if situation.outcome.failures:
         return failed_write(situation.outcome.failures[0], TRUE)
     if blockers.idle is not None:
-        if situation.observed.pods and situation.basis is not None:
+        if situation.live_pods and situation.basis is not None:
             return Finding(TRUE, Reason.STOPPING, "Pods are ending.")
         return Finding(FALSE, blockers.idle.reason, blockers.idle.message)
     if blockers.is_serving:
@@ -93,7 +99,7 @@ def _limit_s(recovery: RecoverySpec) -> int:
 
 def _movements(situation: Situation, conditions: Mapping[str, Condition]) -> Iterator[datetime]:
     """Yield times at which something moved."""
-    texts = [item.last_transition_time for kind, item in conditions.items() if kind not in _OF_THE_JUDGEMENT]
+    texts = [item.last_transition_time for kind, item in conditions.items() if kind not in _OF_NO_POD]
     before = stored_conditions(situation.stored).get(ConditionType.PROGRESSING)
     if before is not None and before.status is TRUE:
         texts.append(before.last_transition_time)
@@ -120,7 +126,7 @@ def _awaits(situation: Situation, blockers: Blockers) -> bool:
     Everything else is watched, so a group that waits for capacity costs nothing, however many there are.
     """
     if blockers.idle is not None:
-        return situation.basis is not None and bool(situation.observed.pods)
+        return situation.basis is not None and bool(situation.live_pods)
     if blockers.is_serving and blockers.broken is None:
         return False
     return any(

@@ -24,7 +24,15 @@ from hetero_operator.reconcile.model import GatewayReport, Object, Observed, Out
 from hetero_operator.reconcile.names import Names
 from hetero_operator.reconcile.refusals import Refusal, read_spec
 from hetero_operator.reconcile.revision import Revisions, revisions_in
-from hetero_operator.reconcile.status.pods import ExpectedPod, condition, expected_pods, is_ready, is_up, rank_pods
+from hetero_operator.reconcile.status.pods import (
+    ExpectedPod,
+    condition,
+    expected_pods,
+    has_ended,
+    is_ready,
+    is_up,
+    rank_pods,
+)
 from hetero_operator.reconcile.status.text import parsed_time, stored_status
 
 logger = logging.getLogger(__name__)
@@ -101,6 +109,11 @@ class Situation:
     def runs(self) -> bool:
         """Whether pods are wanted."""
         return self.basis is not None and self.basis.runs
+
+    @property
+    def live_pods(self) -> list[Object]:
+        """Pods that have not ended: a ReplicaSet keeps a gateway's that was evicted, for ever."""
+        return [pod for pod in self.observed.pods if not has_ended(pod)]
 
     @property
     def is_gateway_in_service(self) -> bool:
@@ -193,9 +206,11 @@ def _restarts(
 
 
 def _gateway_pod(observed: Observed) -> Object | None:
-    """Return the youngest that is not being deleted; Recreate leaves no two."""
+    """Return the youngest that is not being deleted and has not ended; Recreate leaves no two."""
     pods = [pod for pod in observed.pods if label_of(pod, LABEL_ROLE) == ROLE_GATEWAY]
-    pods.sort(key=lambda pod: (not is_leaving(pod), str(pod["metadata"].get("creationTimestamp", ""))))
+    pods.sort(
+        key=lambda pod: (not has_ended(pod), not is_leaving(pod), str(pod["metadata"].get("creationTimestamp", "")))
+    )
     return pods[-1] if pods else None
 
 

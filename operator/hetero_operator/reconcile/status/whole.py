@@ -15,7 +15,7 @@ from hetero_api.status import Condition, ConditionStatus, ConditionType, GroupSt
 from hetero_operator.reconcile.replicas import Course, Judged
 from hetero_operator.reconcile.status.figures import figures
 from hetero_operator.reconcile.status.findings import FALSE, TRUE, UNKNOWN, Blockers, Finding
-from hetero_operator.reconcile.status.reasons import Reason
+from hetero_operator.reconcile.status.reasons import Level, Reason
 from hetero_operator.reconcile.status.situation import Situation
 from hetero_operator.reconcile.status.text import bounded
 
@@ -25,6 +25,7 @@ _OF_PODS: Final = (
     ConditionType.GATEWAY_READY, ConditionType.NUMA_PINNED,
 )  # fmt: skip
 _SHARED: Final = (ConditionType.ACCEPTED, ConditionType.EXPOSED, ConditionType.ROUTER_READY)
+_UNSCHEDULABLE: Final = frozenset({Reason.RANK_UNSCHEDULABLE, Reason.GATEWAY_UNSCHEDULABLE})
 _OF_A_GROUP: Final = (*_OF_PODS, ConditionType.PROGRESSING, ConditionType.DEGRADED)
 
 
@@ -43,9 +44,16 @@ class Part:
         return self.judged.view.ordinal
 
     @property
+    def awaits_nodes(self) -> bool:
+        """Whether no node fits its new pods yet, and it is not late: an autoscaler may be adding one."""
+        broken = {cause.reason for cause in self.blockers.causes if cause.level is Level.BROKEN}
+        is_patient = self.conditions[ConditionType.PROGRESSING].status is TRUE
+        return self.judged.course is Course.WANTED and is_patient and bool(broken) and broken <= _UNSCHEDULABLE
+
+    @property
     def has_pods(self) -> bool:
         """Whether pods of it exist."""
-        return bool(self.situation.observed.pods)
+        return bool(self.situation.live_pods)
 
     def finding(self, kind: ConditionType) -> Finding:
         """Return one of its conditions as a finding of the whole."""
@@ -131,7 +139,7 @@ def _stopped_at(asked: Sequence[Part], staying: Sequence[Part]) -> Part | None:
     """Return the replica that has the spec as written and is broken, while others wait for that spec."""
     if not is_rolling_out(asked):
         return None
-    updated = (part for part in staying if part.judged.course is Course.WANTED)
+    updated = (part for part in staying if part.judged.course is Course.WANTED and not part.awaits_nodes)
     return next((part for part in updated if part.conditions[ConditionType.DEGRADED].status is TRUE), None)
 
 
@@ -139,11 +147,13 @@ def _degraded(asked: Sequence[Part], staying: Sequence[Part]) -> Finding:
     kind, stopped = ConditionType.DEGRADED, _stopped_at(asked, staying)
     if stopped is not None:
         return _stop(stopped, TRUE, stopped.conditions[kind].reason)
+    is_under_way = is_rolling_out(asked)
+    judged = [part for part in staying if not (is_under_way and part.awaits_nodes)]
     for status in (TRUE, UNKNOWN):
-        for part in staying:
+        for part in judged:
             if part.conditions[kind].status is status:
                 return part.finding(kind)
-    return _as_is(asked[0], kind)
+    return _as_is(judged[0], kind)
 
 
 def _stop(stopped: Part, status: ConditionStatus, reason: str) -> Finding:

@@ -131,6 +131,10 @@ class HttpListener:
         """Answer calls."""
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="openai-endpoint")
 
+    def close_connections(self) -> None:
+        """Have every connection end with its next answer, so that its client comes back by another, to who is ready."""
+        self._server.config.encoded_headers.append((b"connection", b"close"))  # read within a second
+
     async def stop(self, grace_s: float) -> None:
         """Accept no more connections; cut off calls that have not ended within `grace_s`."""
         if self._serving is None:
