@@ -316,6 +316,9 @@ async def test_the_http_door_loads_nothing_unless_asked_to(tmp_path: Path) -> No
     async with GatewayBench(opened, admin_token="secret") as bench:
         await bench.join()
         assert (await post(bench, "/v1/load_lora_adapter", **body)).status_code == 401
+        for ending in ("%0A", "%0a%00"):
+            assert (await post(bench, "/v1/load_lora_adapter" + ending, **body)).status_code == 400, ending
+        assert list(bench.gateway.group.adapters) == []
 
 
 async def test_adapters_of_the_resource_are_there_from_the_start(tmp_path: Path) -> None:

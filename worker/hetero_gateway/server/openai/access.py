@@ -54,6 +54,9 @@ class GuardedApplication:
 
     def _failure(self, scope: Scope) -> Failure | None:
         """Return the answer to a call that is refused; None for one that is let in."""
+        if not scope["path"].isprintable():
+            # A route's expression matches before a newline at the end, too, but guards are looked up by the whole path.
+            return Failure(400, "invalid_request_error", "the path has a character that cannot be printed")
         try:
             guard = self._guards.get(scope["path"], self._guard)
             note_arrival(Headers(scope=scope).items())
