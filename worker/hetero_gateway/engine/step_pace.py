@@ -6,8 +6,8 @@ a change of load within about a minute of stepping. Another group of ranks has a
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from hetero_gateway.engine.step import ScheduledStep
@@ -22,8 +22,12 @@ CONTEXT_TOKENS: Final = 64
 """Steps whose rows attend to about as many tokens, to this many, count as one size."""
 _LOOKAHEAD_MEMORY: Final = 8
 """Steps after which one that was unlike the others hardly counts."""
-_LARGEST_WEIGHT: Final = 1e9
-_SMALLEST_SHARE: Final = 1e-6
+MOST_SIZES: Final = 32
+"""Sizes that are told: whoever asks computes a prediction for each."""
+_LARGEST_WEIGHT: Final = 10.0
+"""What has faded is let go about every minute of stepping."""
+_SMALLEST_SHARE: Final = 0.01
+"""A size that weighs less, of what a step weighs now, counts for nothing."""
 
 
 class Throughput:
@@ -122,11 +126,18 @@ class DecodePace:
         if self._weight > _LARGEST_WEIGHT:
             self._shrink()
 
-    def sizes(self) -> Iterator[PacedSize]:
-        """Yield all sizes that still count."""
-        for (rows, context), found in self._sums.items():
-            size = DecodeSize(rows, context * CONTEXT_TOKENS + CONTEXT_TOKENS // 2)
-            yield PacedSize(size, found.seconds / found.weight, found.weight / self._weight)
+    def sizes(self) -> list[PacedSize]:
+        """Return the sizes that count most, the heaviest first."""
+        return [
+            PacedSize(
+                DecodeSize(rows, context * CONTEXT_TOKENS + CONTEXT_TOKENS // 2),
+                found.seconds / found.weight,
+                found.weight / self._weight,
+            )
+            for (rows, context), found in heapq.nlargest(
+                MOST_SIZES, self._sums.items(), key=lambda each: each[1].weight
+            )
+        ]
 
     def _shrink(self) -> None:
         self._sums = {
