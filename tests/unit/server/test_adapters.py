@@ -288,6 +288,68 @@ async def test_a_new_epoch_loads_what_the_last_one_had(tmp_path: Path) -> None:
         await asyncio.gather(answered(bench, "one"), answered(bench, ""))
 
 
+@pytest.fixture
+def lost_folders(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Folders of adapters that ranks cannot read."""
+    lost: set[str] = set()
+    obey = WarmRanks.obey
+
+    def obey_or_not(self: WarmRanks, step_id: int, command: Any) -> Any:
+        directory = command.load_adapter.directory
+        self.problem_of_adapters = f"{directory}: no such file" if directory in lost else ""
+        return obey(self, step_id, command)
+
+    monkeypatch.setattr(WarmRanks, "obey", obey_or_not)
+    return lost
+
+
+async def test_a_group_heals_without_an_adapter_whose_folder_is_lost(
+    joined: tuple[GatewayBench, Any], lost_folders: set[str]
+) -> None:
+    bench, rank = joined
+    [life] = bench._tasks
+    for name in ("one", "two"):
+        await load(bench, name, f"/adapters/{name}")
+    rank.may_step.clear()
+    models = ("one", "two", "")
+    calls = [
+        asyncio.create_task(read_all(bench.inference().Generate(request(f"r{model}", model=model)))) for model in models
+    ]
+    core = bench.gateway.core
+    await bench.until(lambda: core.stats().running_requests + core.stats().waiting_requests == 3)
+    lost_folders.add("/adapters/one")
+    life.cancel()
+    await bench.until(lambda: not bench.gateway.group.is_ready)
+    rank, _ = await bench.join()
+    assert ranks_of(rank).adapters == {2: "/adapters/two"}
+    code, text = await refusal(calls[0])
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "'one' cannot be loaded again: " in text
+    assert "/adapters/one: no such file" in text
+    for call in calls[1:]:
+        assert (await call)[-1].HasField("finished")
+    code, text = await refusal(read_all(bench.inference().Generate(request("later", model="one"))))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "no such file" in text
+    lost_folders.clear()
+    assert await answered(bench, "one") == 0
+
+
+async def test_weights_are_updated_without_an_adapter_whose_folder_is_lost(
+    joined: tuple[GatewayBench, Any], lost_folders: set[str]
+) -> None:
+    bench, _ = joined
+    await load(bench, "one", "/adapters/one")
+    lost_folders.add("/adapters/one")
+    await bench.admin().UpdateWeights(admin_pb2.UpdateWeightsRequest())
+    assert bench.gateway.group.is_ready
+    code, text = await refusal(read_all(bench.inference().Generate(request("a", model="one"))))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "no such file" in text
+    lost_folders.clear()
+    assert await answered(bench, "one") == 0
+
+
 async def test_the_http_door_loads_lists_answers_and_unloads(bench: GatewayBench) -> None:
     answer = await post(bench, "/v1/load_lora_adapter", lora_name="one", lora_path="/adapters/one")
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'one' added successfully.")

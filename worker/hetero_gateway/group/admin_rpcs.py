@@ -274,15 +274,6 @@ class AdminRpcs:
             self._group.adapters.place(adapter, adapter.number)
             raise
 
-    async def _load_adapters_again(self, epoch: Epoch) -> None:
-        """Load all adapters on ranks that have read their weights again, inside a hold."""
-        for adapter in self._group.adapters.loaded:
-            try:
-                await self._command(epoch, adapter.command())
-            except CommandFailed as error:
-                epoch.end(f"adapter {adapter.name!r} cannot be loaded again: {error}")
-                raise GroupLost(f"adapter {adapter.name!r} cannot be loaded again: {error}") from error
-
     async def _update_weights(self, epoch: Epoch) -> admin_pb2.UpdateWeightsResponse:
         async with self._core.hold():
             self._require_idle("UpdateWeights")
@@ -290,7 +281,7 @@ class AdminRpcs:
             reports = await self._command(epoch, command)
             # KV of the old weights must not be found by a prefix any more.
             self._use_cache(epoch.cache)
-            await self._load_adapters_again(epoch)
+            await epoch.load_adapters()
             epoch.note_bytes(reports)
         return admin_pb2.UpdateWeightsResponse(weight_bytes=[report.weight_bytes for report in reports])
 
@@ -339,7 +330,7 @@ class AdminRpcs:
             epoch.asleep -= tags
             epoch.note_bytes(reports)
             if not epoch.asleep:
-                await self._load_adapters_again(epoch)
+                await epoch.load_adapters()
                 if self._core.is_resting:
                     self._group.idle.rests, self._group.idle.wake_s = False, self._clock() - began_s
                     self._core.rouse()
