@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from hetero_api.v1 import ranks_pb2
@@ -34,17 +38,23 @@ def test_the_ratio_is_that_of_all_sizes_together() -> None:
     assert step_time_ratio(decided, paced(decided, factor=1.25)) == pytest.approx(1.25)
 
 
+def counted(method: Callable[..., Any], name: str, calls: list[str]) -> Callable[..., Any]:
+    def call(*given: Any) -> Any:
+        calls.append(name)
+        return method(*given)
+
+    return call
+
+
 def test_a_report_reads_the_plan_once_and_predicts_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     decided, pace = placement(), DecodePace()
     for rows in range(1, 500):
         pace.add_step(0.03, rows=rows, tokens=100 * rows)
-    reads: list[object] = []
-    predictions: list[object] = []
-    view, step_s = CostModel.view, CostModel._step_s
-    monkeypatch.setattr(CostModel, "view", lambda *given: reads.append(given) or view(*given))
-    monkeypatch.setattr(CostModel, "_step_s", lambda *given: predictions.append(given) or step_s(*given))
+    calls: list[str] = []
+    for name in ("view", "_step_s"):
+        monkeypatch.setattr(CostModel, name, counted(getattr(CostModel, name), name, calls))
     assert report_placement(decided, pace).step_time_ratio > 0
-    assert (len(reads), len(predictions)) == (1, MOST_SIZES)
+    assert Counter(calls) == {"view": 1, "_step_s": MOST_SIZES}
 
 
 def test_the_report_tells_options_prediction_and_exchange() -> None:

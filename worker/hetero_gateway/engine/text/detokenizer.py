@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Final, Protocol
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
@@ -184,6 +185,7 @@ class IncrementalDetokenizer:
         return text if self._stop is None else self._stop.feed(text) + self._stop.flush()
 
 
+@lru_cache(maxsize=256)  # a call's stop strings, for each of its completions
 def _fallbacks(text: str) -> list[int]:
     """Return, for each prefix of `text`, the length of its longest proper prefix that is its suffix too."""
     lengths = [0] * len(text)

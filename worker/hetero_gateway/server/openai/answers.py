@@ -6,9 +6,12 @@ Errors become HTTP statuses and error objects here, the one place of this door w
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, ClassVar, Final, NamedTuple
@@ -35,6 +38,36 @@ from hetero_gateway.server.openai.requests import body_field
 Json = dict[str, Any]
 TokenBytes = Callable[[int], bytes]
 """The bytes of a token's text."""
+MANY_POSITIONS: Final = 64
+"""With all their likeliest tokens they take a few milliseconds."""
+MOST_LOGPROBS: Final = 21
+"""Of a position."""
+_encode: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+async def dumped(make: Callable[[], Json], *, num_numbers: int) -> bytes:
+    """Return the JSON text of the answer that `make` returns, of about so many numbers; if many, made in a thread."""
+    if num_numbers <= MANY_POSITIONS * MOST_LOGPROBS:
+        return _encode(make()).encode()
+    return await asyncio.to_thread(lambda: b"".join(piece.encode() for piece in _pieces(make())))
+
+
+def _pieces(value: Any, depth: int = 4) -> Iterator[str]:
+    """Yield JSON text. The encoder in C lets no other thread run, so it gets a part of a long list at a time."""
+    if isinstance(value, dict) and value and depth:
+        for number, (key, each) in enumerate(value.items()):
+            yield f"{',' if number else '{'}{_encode(key)}:"
+            yield from _pieces(each, depth - 1)
+        yield "}"
+    elif isinstance(value, list) and value:
+        has_parts = depth > 0 and isinstance(value[0], dict)
+        for begin in range(0, len(value), 1 if has_parts else MANY_POSITIONS):
+            yield "," if begin else "["
+            listed = value[begin : begin + MANY_POSITIONS]
+            yield from _pieces(value[begin], depth - 1) if has_parts else (_encode(listed)[1:-1],)
+        yield "]"
+    else:
+        yield _encode(value)
 
 
 class Position(NamedTuple):
@@ -102,6 +135,8 @@ class ResponseFormatter(ABC):
         self._model = model
         self._token_bytes = token_bytes
         self._with_logprobs = with_logprobs
+        self._num_chars: Counter[int] = Counter()
+        """Characters of the tokens of each choice so far."""
 
     def whole(self, choices: Iterable[Choice], usage: Json) -> Json:
         """Return the answer of a call that does not stream."""
@@ -136,8 +171,8 @@ class ResponseFormatter(ABC):
         """Return the part of a chunk with a piece."""
 
     @abstractmethod
-    def logprobs(self, positions: Sequence[Position]) -> Json:
-        """Return the log-probabilities of a choice's tokens."""
+    def logprobs(self, index: int, positions: Sequence[Position]) -> Json:
+        """Return the log-probabilities of a choice's next tokens."""
 
     def _chunk(
         self,
@@ -153,7 +188,7 @@ class ResponseFormatter(ABC):
     def _choice(
         self, index: int, part: Json, positions: Sequence[Position] | None, finished: pb.Finished | None, *, calls: bool
     ) -> Json:
-        shown = None if positions is None or not self._with_logprobs else self.logprobs(positions)
+        shown = None if positions is None or not self._with_logprobs else self.logprobs(index, positions)
         choice = {"index": index, **part, "logprobs": shown}
         if finished is None:
             return choice | {"finish_reason": None}
@@ -198,7 +233,7 @@ class ChatFormatter(ResponseFormatter):
                 delta = {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
         return {"delta": delta}
 
-    def logprobs(self, positions: Sequence[Position]) -> Json:
+    def logprobs(self, index: int, positions: Sequence[Position]) -> Json:  # noqa: ARG002
         """See `ResponseFormatter.logprobs`."""
         return {"content": [self._position(p.logprobs) for p in positions if p.logprobs is not None], "refusal": None}
 
@@ -228,15 +263,16 @@ class CompletionFormatter(ResponseFormatter):
         """See `ResponseFormatter.delta_part`. The answer is text alone: no calls are read from it."""
         return {"text": piece.text if isinstance(piece, Content | Reasoning) else ""}
 
-    def logprobs(self, positions: Sequence[Position]) -> Json:
+    def logprobs(self, index: int, positions: Sequence[Position]) -> Json:
         """See `ResponseFormatter.logprobs`."""
         tokens = [self._text(position.token_id) for position in positions]
+        # Where each token's text begins, in characters from the first of the choice.
+        *offsets, self._num_chars[index] = accumulate(map(len, tokens), initial=self._num_chars[index])
         return {
             "tokens": tokens,
             "token_logprobs": [None if p.logprobs is None else p.logprobs.logprob for p in positions],
             "top_logprobs": [None if p.logprobs is None else self._top(p.logprobs) for p in positions],
-            # Where each token's text begins, in characters from the first of these.
-            "text_offset": [0, *accumulate(map(len, tokens))][: len(tokens)],
+            "text_offset": offsets,
         }
 
     def _top(self, logprobs: TokenLogprobs) -> dict[str, float]:

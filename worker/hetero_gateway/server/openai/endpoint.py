@@ -42,9 +42,10 @@ from hetero_gateway.server.openai.answers import (
     Failure,
     Json,
     ResponseFormatter,
+    dumped,
     failure_of,
 )
-from hetero_gateway.server.openai.call import Call, Part
+from hetero_gateway.server.openai.call import Call, Part, check_echo
 from hetero_gateway.server.openai.embeddings import Embedder, EmbeddingsBody, embeddings
 from hetero_gateway.server.openai.http_server import RequestBodies, client_gone
 from hetero_gateway.server.openai.page import Page
@@ -166,7 +167,7 @@ class OpenAiEndpoint:
         return await self._answer(request, CompletionBody, completion_requests, CompletionFormatter)
 
     async def _embeddings(self, request: Request) -> Response:
-        async def answer(body: EmbeddingsBody) -> Json:
+        async def answer(body: EmbeddingsBody) -> bytes:
             work = embeddings(body, embedder=self._embedder, model=self._name)
             return await _unless_gone(request, work)
 
@@ -225,19 +226,23 @@ class OpenAiEndpoint:
         return JSONResponse({"version": VERSION})
 
     async def _tokenize(self, request: Request) -> Response:
-        async def answer(body: TokenizeBody) -> Json:
+        async def answer(body: TokenizeBody) -> bytes:
             tokens = [*await self._reader.tokenize(body.request())]
-            return {"count": len(tokens), "max_model_len": self._model_object["max_model_len"], "tokens": tokens}
+            told = {"count": len(tokens), "max_model_len": self._model_object["max_model_len"], "tokens": tokens}
+            return await dumped(lambda: told, num_numbers=len(tokens))
 
         return await self._answer_tokens(request, TokenizeBody, answer)
 
     async def _detokenize(self, request: Request) -> Response:
-        async def answer(body: DetokenizeBody) -> Json:
-            return {"prompt": await self._reader.detokenize(body.request())}
+        async def answer(body: DetokenizeBody) -> bytes:
+            told = {"prompt": await self._reader.detokenize(body.request())}
+            return await dumped(lambda: told, num_numbers=len(body.tokens))
 
         return await self._answer_tokens(request, DetokenizeBody, answer)
 
-    async def _answer_tokens(self, request: Request, kind: type[T], answer: Callable[[T], Awaitable[Json]]) -> Response:
+    async def _answer_tokens(
+        self, request: Request, kind: type[T], answer: Callable[[T], Awaitable[bytes]]
+    ) -> Response:
         """Answer a call about tokens: read its body as `kind`, and return what `answer` makes of it."""
 
         async def respond(ticket: _Ticket, cleanup: ExitStack) -> Response:  # noqa: ARG001
@@ -294,6 +299,7 @@ class OpenAiEndpoint:
 
         async def respond(ticket: _Ticket, cleanup: ExitStack) -> Response:
             body, asked = await self._read(request, kind, requests, ticket)
+            check_echo(asked)
             parts = self._submit(asked, self._asked_answer(body))
             for part in parts:
                 cleanup.callback(part.stream.cancel)
@@ -387,9 +393,9 @@ class _Ticket(Account):
         names = self.ignored.header()
         return {REQUEST_ID_HEADER: self.call_id} | ({IGNORED_HEADER: names} if names else {})
 
-    def whole(self, answer: Json) -> Response:
-        """Return a whole answer, which is a good outcome."""
-        response = JSONResponse(answer, headers=self.headers())
+    def whole(self, answer: bytes) -> Response:
+        """Return a whole answer, in JSON, which is a good outcome."""
+        response = Response(answer, media_type="application/json", headers=self.headers())
         self.outcome = "200"
         return response
 
@@ -430,7 +436,7 @@ async def _events(call: Call, options: StreamOptions, ticket: _Ticket) -> AsyncI
         yield _event(ticket.failure(error).body())
 
 
-async def _unless_gone(request: Request, answer: Coroutine[Any, Any, Json]) -> Json:
+async def _unless_gone(request: Request, answer: Coroutine[Any, Any, bytes]) -> bytes:
     """Return the answer. Raises ClientDisconnect if the client goes away first, or the error that ends the answer."""
     answering = asyncio.create_task(answer)
     leaving = asyncio.ensure_future(client_gone(request))
