@@ -15,7 +15,10 @@ import pytest
 
 from hetero_api.spec import AdaptersSpec
 from hetero_api.v1 import admin_pb2
+from hetero_gateway.engine.core import EngineCore
+from hetero_gateway.engine.errors import GroupLost
 from hetero_gateway.group.adapters import registry
+from hetero_gateway.group.admin_rpcs import AdminRpcs
 from hetero_gateway.group.errors import UnsupportedSpecError
 from tests.unit.group.group_setup import WarmRanks
 from tests.unit.server.server_setup import GatewayBench, read_all, request, sampling, served_model
@@ -286,6 +289,23 @@ async def test_a_new_epoch_loads_what_the_last_one_had(tmp_path: Path) -> None:
         assert ranks_of(rank).adapters == {1: "/adapters/one"}
         assert await answered(bench, "one") == 0
         await asyncio.gather(answered(bench, "one"), answered(bench, ""))
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_request_for_an_adapter_waits_when_the_group_is_lost_while_it_wakes(
+    joined: tuple[GatewayBench, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, _ = joined
+    for name in ("one", "two", "three"):
+        await load(bench, name, f"/adapters/{name}")
+    rests = iter([True])
+
+    async def rouse(_: AdminRpcs) -> None:
+        raise GroupLost("rank 0 was lost")
+
+    monkeypatch.setattr(EngineCore, "is_resting", property(lambda _: next(rests, False)))
+    monkeypatch.setattr(AdminRpcs, "rouse", rouse)
+    assert await answered(bench, "one") == 0
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -104,7 +104,8 @@ class AdminRpcs:
 
         A group that cannot wake begins another epoch, which is awake. Raises GroupLost when its epoch ended meanwhile.
         """
-        await self._free.wait()
+        while self._under_way:  # others that waited, too, may have begun
+            await self._free.wait()
         epoch = self._group.current
         if epoch is not None and self._core.is_resting:
             await self._run("Rouse", self._rouse(epoch))
@@ -196,7 +197,8 @@ class AdminRpcs:
         Raises InvalidRequest if it cannot be loaded, EngineUnavailable where no request is accepted.
         """
         if self._core.is_resting:
-            await self.rouse()
+            with suppress(GroupLost):  # then it waits for the next epoch
+                await self.rouse()
         state, epoch = self._group.state, self._group.current
         if state in (GroupState.ASLEEP, GroupState.DRAINING, GroupState.CLOSED):
             raise EngineUnavailable(f"adapter {adapter.name!r}: the group is {state.name}: {_HINTS[state]}")
