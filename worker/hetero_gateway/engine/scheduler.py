@@ -299,6 +299,11 @@ class Scheduler:
 
         Raises StepMismatch if the result does not answer the step; then the group is to be lost.
         """
+        for draft in result.drafts:
+            if draft.slot not in step.plan.draft_slots:
+                raise StepMismatch(
+                    f"step {result.step_id}: tokens were drafted for slot {draft.slot}, which wants none"
+                )
         with_prompt_logprobs = append_prompt_logprobs(step, result)
         add_pooled(step, result)
         # The last check that may refuse the result: tokens that were appended are final.
@@ -336,10 +341,6 @@ class Scheduler:
             return
         decoding = dict(zip(step.decodes.slots, step.decodes.completions, strict=True))
         for draft in result.drafts:
-            if draft.slot not in step.plan.draft_slots:
-                raise StepMismatch(
-                    f"step {result.step_id}: tokens were drafted for slot {draft.slot}, which wants none"
-                )
             if not decoding[draft.slot].ended:
                 known = takewhile(lambda token: token < self._config.vocab_size, draft.token_ids)
                 self._speculator.take_draft(decoding[draft.slot], list(known))
