@@ -347,7 +347,8 @@ def failure_of(error: Exception) -> Failure | None:
         return _invalid(text, body_field(error.violations[0].field))
     if isinstance(error, InvalidRequest):
         field = body_field(error.field)
-        return _invalid(f"{field}: {error.problem}", field)
+        code = "context_length_exceeded" if error.is_too_long else None
+        return _invalid(f"{field}: {error.problem}", field, code)
     if isinstance(error, LimitExceeded):
         after_s = error.retry_after_s
         return Failure(429, "rate_limit_error", str(error), code="rate_limit_exceeded", retry_after_s=after_s)
@@ -360,8 +361,8 @@ def failure_of(error: Exception) -> Failure | None:
     return Failure(status, kind, str(error), code=code)
 
 
-def _invalid(message: str, param: str) -> Failure:
-    return Failure(400, "invalid_request_error", message, param=param)
+def _invalid(message: str, param: str, code: str | None = None) -> Failure:
+    return Failure(400, "invalid_request_error", message, param=param, code=code)
 
 
 def _malformed(error: ValidationError) -> Failure:
