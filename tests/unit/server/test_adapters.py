@@ -20,6 +20,7 @@ from hetero_gateway.engine.errors import GroupLost
 from hetero_gateway.group.adapters import registry
 from hetero_gateway.group.admin_rpcs import AdminRpcs
 from hetero_gateway.group.errors import UnsupportedSpecError
+from hetero_gateway.server.reading import RequestReader
 from tests.unit.group.group_setup import WarmRanks
 from tests.unit.server.server_setup import GatewayBench, read_all, request, sampling, served_model
 
@@ -306,6 +307,29 @@ async def test_a_request_for_an_adapter_waits_when_the_group_is_lost_while_it_wa
     monkeypatch.setattr(EngineCore, "is_resting", property(lambda _: next(rests, False)))
     monkeypatch.setattr(AdminRpcs, "rouse", rouse)
     assert await answered(bench, "one") == 0
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_an_adapter_stays_until_all_prompts_of_a_call_are_read(
+    joined: tuple[GatewayBench, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, _ = joined
+    await load(bench, "one", "/adapters/one")
+    read, others = RequestReader.read, iter(["two", "three"])
+
+    async def read_late(self: RequestReader, *given: Any, **named: Any) -> Any:
+        for name in others:
+            await load(bench, name, f"/adapters/{name}")
+        return await read(self, *given, **named)
+
+    turns = iter([read, read_late])
+
+    async def read_in_turn(self: RequestReader, *given: Any, **named: Any) -> Any:
+        return await next(turns)(self, *given, **named)
+
+    monkeypatch.setattr(RequestReader, "read", read_in_turn)
+    answer = await post(bench, "/v1/completions", model="one", prompt=["a", "b"], max_tokens=1)
+    assert answer.status_code == 200, answer.text
 
 
 @pytest.fixture

@@ -61,6 +61,7 @@ from hetero_gateway.server.openai.schema import (
 )
 from hetero_gateway.server.openai.tokens import DetokenizeBody, TokenizeBody, TokensBody
 from hetero_gateway.server.reading import RequestReader
+from hetero_gateway.server.validation import MAX_REQUEST_ID_CHARS
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ ADAPTER_PATHS: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """Paths that load and unload adapters, where spec.engine.adapters.overHttp asks for them."""
 CLIENT_CLOSED: Final = 499
 """Status, seen by nobody but the log and metrics, of a call whose client went away."""
+_SHOWN_CHARS: Final = 64
+"""Of a header's id, in an id of the engine's."""
 _DONE: Final = "data: [DONE]\n\n"
 _EVENT_STREAM: Final = "text/event-stream"
 _STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -298,9 +301,10 @@ class OpenAiEndpoint:
         """
 
         async def respond(ticket: _Ticket, cleanup: ExitStack) -> Response:
-            body, asked = await self._read(request, kind, requests, ticket)
-            check_echo(asked)
-            parts = self._submit(asked, self._asked_answer(body))
+            with ExitStack() as held:
+                body, asked = await self._read(request, kind, requests, ticket, held)
+                check_echo(asked)
+                parts = self._submit(asked, self._asked_answer(body))
             for part in parts:
                 cleanup.callback(part.stream.cancel)
             name = self._shown_name(body.model)
@@ -318,18 +322,33 @@ class OpenAiEndpoint:
         return await self._accounted(request, respond)
 
     async def _read(
-        self, request: Request, kind: type[B], requests: Callable[[B, str], list[pb.GenerateRequest]], ticket: _Ticket
+        self,
+        request: Request,
+        kind: type[B],
+        requests: Callable[[B, str], list[pb.GenerateRequest]],
+        ticket: _Ticket,
+        held: ExitStack,
     ) -> tuple[B, list[GenerationRequest]]:
-        """Return the body and the engine's requests. Raises Failure, ValidationError, InvalidArguments and others."""
+        """Return the body and the engine's requests, whose adapter stays loaded until `held` is closed.
+
+        Raises Failure, ValidationError, InvalidArguments and others.
+        """
         async with self._bodies.received(request) as data:
             body = await self._reader.run(lambda: parse_body(kind, data, ticket.ignored), cost=len(data))
             adapter = self._adapter_of(body.model)
-            ticket.call_id = body.request_id or ticket.call_id
-            messages = await self._reader.run(lambda: requests(body, ticket.call_id), cost=len(data))
+            if body.request_id:
+                ticket.call_id = ticket.engine_id = body.request_id
+            messages = await self._reader.run(lambda: requests(body, ticket.engine_id), cost=len(data))
             for message in messages:
                 message.model = "" if adapter is None else adapter.name
             answer = self._asked_answer(body)
-            return body, [await self._reader.read(message, answer=answer) for message in messages]
+            asked = []
+            for message in messages:
+                each = await self._reader.read(message, answer=answer)
+                if each.adapter:
+                    held.callback(self._adapters.begin(each.adapter))
+                asked.append(each)
+            return body, asked
 
     def _shown_name(self, asked: str) -> str:
         return self._name if asked == self._root else asked
@@ -385,7 +404,10 @@ class _Ticket(Account):
         self, call_id: str | None, ignored: IgnoredFields, metrics: GatewayMetrics, in_flight: InFlight
     ) -> None:
         super().__init__(in_flight, metrics.http_calls, outcome=str(CLIENT_CLOSED))
-        self.call_id = call_id or uuid.uuid4().hex
+        own = uuid.uuid4().hex
+        self.call_id = call_id[:MAX_REQUEST_ID_CHARS] if call_id else own
+        self.engine_id = f"{call_id[:_SHOWN_CHARS]}-{own}" if call_id else own
+        """A header's id names calls in logs, and several calls may have one; the engine's are unique."""
         self.ignored = ignored
 
     def headers(self) -> dict[str, str]:
