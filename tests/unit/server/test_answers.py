@@ -15,7 +15,7 @@ from hetero_api.v1.logprobs_pb2 import TokenLogprobs
 from hetero_gateway.engine.errors import InvalidRequest
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.server.openai import answers
-from hetero_gateway.server.openai.answers import MANY_POSITIONS, ChatFormatter, CompletionFormatter, dumped
+from hetero_gateway.server.openai.answers import MANY_POSITIONS, ChatFormatter, CompletionFormatter, answer_of
 from hetero_gateway.server.openai.call import MAX_ECHOED, Call, Part, check_echo
 
 pytestmark = pytest.mark.unit
@@ -69,7 +69,7 @@ async def test_offsets_go_on_from_chunk_to_chunk() -> None:
 @pytest.mark.parametrize("formatter", [ChatFormatter, CompletionFormatter])
 async def test_many_tokens_come_in_several_chunks(formatter: type[Any]) -> None:
     number = 3 * MANY_POSITIONS + 1
-    whole = json.loads(await call_of(formatter, number).whole())["choices"][0]
+    whole = json.loads(bytes((await call_of(formatter, number).whole()).body))["choices"][0]
     chunks = await chunks_of(call_of(formatter, number))
     with_tokens = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"]]
     assert len(with_tokens) == 4
@@ -94,23 +94,23 @@ async def test_a_long_answer_is_made_in_a_thread_in_pieces(monkeypatch: pytest.M
     for number, is_long in ((MANY_POSITIONS, False), (100 * MANY_POSITIONS, True)):
         for formatter in (ChatFormatter, CompletionFormatter):
             threads.clear()
-            text = await call_of(formatter, number, n=1).whole()
+            text = (await call_of(formatter, number, n=1).whole()).body
             assert (threads != {threading.main_thread()}) is is_long
             assert not is_long or longest < len(text) / 50
             longest = 0
 
 
-JSON = {
+JSON: dict[str, Any] = {
     "a": [], "b": {}, "c": [[1, 2], [3]], "d": [{"x": [{"y": {"z": [{"deep": [1]}]}}]}, {}], "e": [None, {"x": 1}],
     "f": "ü\n", "g": [0.1] * 1000, "h": None, "i": [{"embedding": [0.5] * 200}] * 3,
 }  # fmt: skip
 
 
 async def test_pieces_make_the_text_that_the_encoder_makes() -> None:
-    many, few = [await dumped(lambda: JSON, num_numbers=number) for number in (10**6, 1)]
+    many, few = [(await answer_of(lambda: JSON, num_numbers=number)).body for number in (10**6, 1)]
     assert many == few
-    assert json.loads(many) == JSON
-    assert await dumped(dict, num_numbers=10**6) == b"{}"
+    assert json.loads(bytes(many)) == JSON
+    assert (await answer_of(dict, num_numbers=10**6)).body == b"{}"
 
 
 def asked(num_prompt: int, *, n: int, logprobs: int | None) -> GenerationRequest:

@@ -216,7 +216,7 @@ async def unread_answer() -> AsyncIterator[tuple[http_server.HttpListener, async
     listener.start()
     reader, writer = await asyncio.open_connection("127.0.0.1", listener.port, limit=1024)
     writer.write(b"GET / HTTP/1.1\r\nHost: g\r\n\r\n")
-    connections = listener._server.server_state.connections
+    connections: Any = listener._server.server_state.connections
     await wait_until(lambda: any(each.flow.write_paused for each in connections))
     try:
         yield listener, reader

@@ -30,14 +30,7 @@ from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.admission import Admission, Alarm, StepHolds
 from hetero_gateway.engine.block_pool import CacheLog
 from hetero_gateway.engine.config import EngineConfig, end_token_ids
-from hetero_gateway.engine.errors import (
-    DeadlineExceeded,
-    EngineFault,
-    EngineUnavailable,
-    GroupLost,
-    InvalidRequest,
-    StepMismatch,
-)
+from hetero_gateway.engine.errors import DeadlineExceeded, EngineFault, EngineUnavailable, GroupLost, StepMismatch
 from hetero_gateway.engine.output_processor import ActiveRequest, OutputProcessor
 from hetero_gateway.engine.request import GenerationRequest, Request, num_generated_tokens
 from hetero_gateway.engine.scheduler import Scheduler
@@ -320,9 +313,7 @@ class EngineCore:
 
     def fail_adapter(self, number: int, problem: str) -> None:
         """End the requests of an adapter with InvalidRequest."""
-        for active in self._outputs.active:
-            if active.request.asked.adapter == number:
-                self._outputs.fail(active, InvalidRequest("model", problem))
+        self._outputs.fail_adapter(number, problem)
 
     def stats(self) -> admin_pb2.GetStatsResponse:
         """Return counts of one moment, consistent with one another."""

@@ -168,10 +168,6 @@ class Scheduler:
             self._end_request(request)
         return requests
 
-    def has_requests(self) -> bool:
-        """Return whether there is a request that has not ended."""
-        return bool(self._requests)
-
     def forget_prefixes(self) -> None:
         """Have no completion start behind what was computed until now; running ones go on."""
         self._batch.forget_prefixes()
@@ -301,9 +297,7 @@ class Scheduler:
         """
         for draft in result.drafts:
             if draft.slot not in step.plan.draft_slots:
-                raise StepMismatch(
-                    f"step {result.step_id}: tokens were drafted for slot {draft.slot}, which wants none"
-                )
+                raise StepMismatch(f"step {result.step_id}: drafts are for slot {draft.slot}, which wants none")
         with_prompt_logprobs = append_prompt_logprobs(step, result)
         add_pooled(step, result)
         # The last check that may refuse the result: tokens that were appended are final.

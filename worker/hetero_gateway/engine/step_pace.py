@@ -112,11 +112,11 @@ class DecodePace:
         self._memory_s = memory_s
         self._weight = 1.0
         """Weight of the next step: new steps grow instead of old ones fading."""
-        self._sums: dict[tuple[int, int], _Sum] = {}
+        self._sums: dict[DecodeSize, _Sum] = {}
 
     def add_step(self, seconds: float, *, rows: int, tokens: int) -> None:
         """Count a step of so many rows, which attend to `tokens` all together."""
-        size = rows, tokens // rows // CONTEXT_TOKENS
+        size = DecodeSize(rows, tokens // rows // CONTEXT_TOKENS * CONTEXT_TOKENS + CONTEXT_TOKENS // 2)
         found = self._sums.get(size)
         if found is None:
             found = self._sums[size] = _Sum()
@@ -128,16 +128,8 @@ class DecodePace:
 
     def sizes(self) -> list[PacedSize]:
         """Return the sizes that count most, the heaviest first."""
-        return [
-            PacedSize(
-                DecodeSize(rows, context * CONTEXT_TOKENS + CONTEXT_TOKENS // 2),
-                found.seconds / found.weight,
-                found.weight / self._weight,
-            )
-            for (rows, context), found in heapq.nlargest(
-                MOST_SIZES, self._sums.items(), key=lambda each: each[1].weight
-            )
-        ]
+        heaviest = heapq.nlargest(MOST_SIZES, self._sums.items(), key=lambda each: each[1].weight)
+        return [PacedSize(size, found.seconds / found.weight, found.weight / self._weight) for size, found in heaviest]
 
     def _shrink(self) -> None:
         self._sums = {

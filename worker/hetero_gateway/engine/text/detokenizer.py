@@ -122,7 +122,7 @@ class StopStrings:
         One that is complete where it may not match is text like any other. After a match `matched` names it and nothing
         is shown any more.
         """
-        if self.matched is not None:
+        if self.matched is not None or not text:
             return ""
         if not self._patterns:
             return text
@@ -158,8 +158,7 @@ class TextOfTokens(Protocol):
 class IncrementalDetokenizer:
     """Text of one completion: that of its tokens, up to the first stop string.
 
-    Stop strings are looked for in the text of tokens behind the first `min_tokens`. `take_reasoning` returns the
-    reasoning since its last call, of models that keep it apart from what they say.
+    `take_reasoning` returns the reasoning since its last call, of models that keep it apart from what they say.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class IncrementalDetokenizer:
     ) -> None:
         self._text = text
         self.min_tokens = 0
-        self._num_tokens = 0
+        """Tokens to come in whose text no stop string is met."""
         self.take_reasoning = take_reasoning
         self._stop = StopStrings(stop) if stop else None
 
@@ -185,18 +184,14 @@ class IncrementalDetokenizer:
         """Add tokens, and return the text to show now, possibly empty."""
         if self._stop is None:
             return self._text.push(token_ids)
-        return "".join(self._search(self._stop, token_id) for token_id in token_ids)
-
-    def _search(self, stop: StopStrings, token_id: int) -> str:
-        self._num_tokens += 1
-        return stop.feed(self._text.push((token_id,)), may_match=self._num_tokens > self.min_tokens)
+        early, late = token_ids[: self.min_tokens], token_ids[self.min_tokens :]
+        self.min_tokens -= len(early)
+        return self._stop.feed(self._text.push(early), may_match=False) + self._stop.feed(self._text.push(late))
 
     def finish(self) -> str:
         """Return the rest, up to a stop string that may be met only now: no more tokens come."""
         text = self._text.flush()
-        if self._stop is None:
-            return text
-        return self._stop.feed(text, may_match=self._num_tokens > self.min_tokens) + self._stop.flush()
+        return text if self._stop is None else self._stop.feed(text, may_match=not self.min_tokens) + self._stop.flush()
 
 
 @lru_cache(maxsize=256)  # a call's stop strings, for each of its completions

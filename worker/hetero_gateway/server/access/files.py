@@ -47,10 +47,9 @@ class FileWatch:
         try:
             await asyncio.to_thread(self._read)
         except Exception as error:  # noqa: BLE001 — whatever a file holds, the gateway serves on
-            problem = repr(error)
-            if problem != self._problem:
+            if repr(error) != self._problem:
                 logger.error("%s: cannot be used, so what was read before stays in force: %s", names, error)
-            self._problem = problem
+            self._problem = repr(error)
         else:
             self._problem = ""
             logger.info("%s: changed, and was read again", names)

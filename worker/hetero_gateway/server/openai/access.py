@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hetero_api.contract import AUTHORIZATION_KEY
@@ -49,8 +48,7 @@ class GuardedApplication:
         if failure is None:
             await self._application(scope, receive, send)
         else:
-            answer = JSONResponse(failure.body(), status_code=failure.status, headers=dict(failure.headers))
-            await answer(scope, receive, send)
+            await failure.response()(scope, receive, send)
 
     def _failure(self, scope: Scope) -> Failure | None:
         """Return the answer to a call that is refused; None for one that is let in."""

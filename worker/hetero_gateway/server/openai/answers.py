@@ -17,6 +17,7 @@ from itertools import accumulate
 from typing import Any, ClassVar, Final, NamedTuple
 
 from pydantic import ValidationError
+from starlette.responses import JSONResponse, Response
 
 from hetero_api.errors import HeteroError
 from hetero_api.v1 import inference_pb2 as pb
@@ -45,11 +46,13 @@ MOST_LOGPROBS: Final = 21
 _encode: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
-async def dumped(make: Callable[[], Json], *, num_numbers: int) -> bytes:
-    """Return the JSON text of the answer that `make` returns, of about so many numbers; if many, made in a thread."""
+async def answer_of(make: Callable[[], Json], *, num_numbers: int) -> Response:
+    """Return the answer that `make` makes, of about so many numbers; if many, it is made in a thread."""
     if num_numbers <= MANY_POSITIONS * MOST_LOGPROBS:
-        return _encode(make()).encode()
-    return await asyncio.to_thread(lambda: b"".join(piece.encode() for piece in _pieces(make())))
+        text = _encode(make()).encode()
+    else:
+        text = await asyncio.to_thread(lambda: b"".join(piece.encode() for piece in _pieces(make())))
+    return Response(text, media_type="application/json")
 
 
 def _pieces(value: Any, depth: int = 4) -> Iterator[str]:
@@ -312,7 +315,7 @@ class Failure(Exception):
         self._error = {"message": message, "type": kind, "param": param, "code": code}
 
     @property
-    def headers(self) -> Mapping[str, str]:
+    def _headers(self) -> Mapping[str, str]:
         """Return headers for clients that may try again, or have to show a key."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
@@ -321,6 +324,10 @@ class Failure(Exception):
     def body(self) -> dict[str, Any]:
         """Return the API's error object."""
         return {"error": self._error}
+
+    def response(self) -> Response:
+        """Return the answer."""
+        return JSONResponse(self.body(), status_code=self.status, headers=self._headers)
 
 
 _STATUSES: Final[Mapping[type[HeteroError], tuple[int, str, str]]] = {

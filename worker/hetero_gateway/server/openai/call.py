@@ -11,6 +11,8 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Se
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from starlette.responses import Response
+
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1.logprobs_pb2 import TokenLogprobs
 from hetero_gateway.engine.errors import InvalidRequest
@@ -24,7 +26,7 @@ from hetero_gateway.server.openai.answers import (
     Json,
     Position,
     ResponseFormatter,
-    dumped,
+    answer_of,
 )
 
 MAX_ECHOED: Final = 1 << 20
@@ -119,8 +121,8 @@ class Call:
         for part in self._parts:
             part.stream.cancel()
 
-    async def whole(self) -> bytes:
-        """Return the whole answer in JSON. Raises the error that a request ends with."""
+    async def whole(self) -> Response:
+        """Return the whole answer. Raises the error that a request ends with."""
         choices = {index: Choice(index) for part in self._parts for index in part.choices}
         async for event in self._events():
             choice = choices[event.index]
@@ -129,7 +131,7 @@ class Call:
             else:
                 choice.add(event.pieces, event.positions)
         num_numbers = MOST_LOGPROBS * sum(len(each.positions) for each in choices.values())
-        return await dumped(lambda: self._formatter.whole(choices.values(), self._usage()), num_numbers=num_numbers)
+        return await answer_of(lambda: self._formatter.whole(choices.values(), self._usage()), num_numbers=num_numbers)
 
     async def chunks(self, *, usage_at_end: bool, usage_in_all: bool) -> AsyncIterator[Json]:
         """Yield the answer as it comes. Raises the error that a request ends with."""

@@ -42,7 +42,7 @@ from hetero_gateway.server.openai.answers import (
     Failure,
     Json,
     ResponseFormatter,
-    dumped,
+    answer_of,
     failure_of,
 )
 from hetero_gateway.server.openai.call import Call, Part, check_echo
@@ -73,8 +73,6 @@ ADAPTER_PATHS: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """Paths that load and unload adapters, where spec.engine.adapters.overHttp asks for them."""
 CLIENT_CLOSED: Final = 499
 """Status, seen by nobody but the log and metrics, of a call whose client went away."""
-_SHOWN_CHARS: Final = 64
-"""Of a header's id, in an id of the engine's."""
 _DONE: Final = "data: [DONE]\n\n"
 _EVENT_STREAM: Final = "text/event-stream"
 _STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -86,7 +84,8 @@ _DOORS: Final = (
 
 A = TypeVar("A", bound=Body)
 B = TypeVar("B", bound=Generation)
-T = TypeVar("T", bound=TokensBody)
+_Requests = Callable[[B, str], list[pb.GenerateRequest]]
+"""Makes the requests of a body, under an id."""
 
 
 class OpenAiEndpoint:
@@ -170,11 +169,11 @@ class OpenAiEndpoint:
         return await self._answer(request, CompletionBody, completion_requests, CompletionFormatter)
 
     async def _embeddings(self, request: Request) -> Response:
-        async def answer(body: EmbeddingsBody) -> bytes:
+        async def answer(body: EmbeddingsBody) -> Response:
             work = embeddings(body, embedder=self._embedder, model=self._name)
             return await _unless_gone(request, work)
 
-        return await self._answer_tokens(request, EmbeddingsBody, answer)
+        return await self._answer_body(request, EmbeddingsBody, answer)
 
     async def _models(self, request: Request) -> Response:  # noqa: ARG002
         adapters = [self._adapter_object(adapter) for adapter in self._adapters]
@@ -189,34 +188,20 @@ class OpenAiEndpoint:
             await self._rpcs.load_adapter(asked)
             return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-        return await self._answer_adapters(request, LoadAdapterBody, answer)
+        return await self._answer_body(request, LoadAdapterBody, answer)
 
     async def _unload_adapter(self, request: Request) -> Response:
         async def answer(body: UnloadAdapterBody) -> Response:
             await self._rpcs.unload_adapter(admin_pb2.UnloadAdapterRequest(name=body.lora_name))
             return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
-        return await self._answer_adapters(request, UnloadAdapterBody, answer)
-
-    async def _answer_adapters(
-        self, request: Request, kind: type[A], answer: Callable[[A], Awaitable[Response]]
-    ) -> Response:
-        """Answer a call about adapters: read its body as `kind`, and return what `answer` makes of it."""
-
-        async def respond(ticket: _Ticket, cleanup: ExitStack) -> Response:  # noqa: ARG001
-            async with self._bodies.received(request) as data:
-                body = await self._reader.run(lambda: parse_body(kind, data, ticket.ignored), cost=len(data))
-            response = await answer(body)
-            ticket.outcome = "200"
-            return response
-
-        return await self._accounted(request, respond)
+        return await self._answer_body(request, UnloadAdapterBody, answer)
 
     async def _model(self, request: Request) -> Response:
         try:
             adapter = self._adapter_of(request.path_params["model"])
         except Failure as failure:
-            return _refusal(failure)
+            return failure.response()
         return JSONResponse(self._model_object if adapter is None else self._adapter_object(adapter))
 
     async def _health(self, request: Request) -> Response:  # noqa: ARG002
@@ -229,29 +214,30 @@ class OpenAiEndpoint:
         return JSONResponse({"version": VERSION})
 
     async def _tokenize(self, request: Request) -> Response:
-        async def answer(body: TokenizeBody) -> bytes:
+        async def answer(body: TokenizeBody) -> Response:
             tokens = [*await self._reader.tokenize(body.request())]
             told = {"count": len(tokens), "max_model_len": self._model_object["max_model_len"], "tokens": tokens}
-            return await dumped(lambda: told, num_numbers=len(tokens))
+            return await answer_of(lambda: told, num_numbers=len(tokens))
 
-        return await self._answer_tokens(request, TokenizeBody, answer)
+        return await self._answer_body(request, TokenizeBody, answer)
 
     async def _detokenize(self, request: Request) -> Response:
-        async def answer(body: DetokenizeBody) -> bytes:
+        async def answer(body: DetokenizeBody) -> Response:
             told = {"prompt": await self._reader.detokenize(body.request())}
-            return await dumped(lambda: told, num_numbers=len(body.tokens))
+            return await answer_of(lambda: told, num_numbers=len(body.tokens))
 
-        return await self._answer_tokens(request, DetokenizeBody, answer)
+        return await self._answer_body(request, DetokenizeBody, answer)
 
-    async def _answer_tokens(
-        self, request: Request, kind: type[T], answer: Callable[[T], Awaitable[bytes]]
+    async def _answer_body(
+        self, request: Request, kind: type[A], answer: Callable[[A], Awaitable[Response]]
     ) -> Response:
-        """Answer a call about tokens: read its body as `kind`, and return what `answer` makes of it."""
+        """Answer a call that asks for no completions: read its body as `kind`, and return what `answer` returns."""
 
         async def respond(ticket: _Ticket, cleanup: ExitStack) -> Response:  # noqa: ARG001
             async with self._bodies.received(request) as data:
                 body = await self._reader.run(lambda: parse_body(kind, data, ticket.ignored), cost=len(data))
-                if body.model is not None and self._adapter_of(body.model) is not None and kind is EmbeddingsBody:
+                asked = body.model if isinstance(body, TokensBody) else None
+                if asked is not None and self._adapter_of(asked) is not None and kind is EmbeddingsBody:
                     raise Failure(400, "invalid_request_error", "model: adapters make no embeddings", param="model")
                 return ticket.whole(await answer(body))
 
@@ -273,7 +259,7 @@ class OpenAiEndpoint:
             except ClientDisconnect:
                 return Response(status_code=CLIENT_CLOSED)
             except Exception as error:  # noqa: BLE001 — the call's top: any error is answered
-                return _refusal(ticket.failure(error))
+                return ticket.failure(error).response()
 
     def _adapter_of(self, asked: str) -> Adapter | None:
         """Return the adapter that is meant; None: the model itself. Raises Failure when another model is meant."""
@@ -289,11 +275,7 @@ class OpenAiEndpoint:
     # --- one call ---------------------------------------------------------------------------------------
 
     async def _answer(
-        self,
-        request: Request,
-        kind: type[B],
-        requests: Callable[[B, str], list[pb.GenerateRequest]],
-        formatter: type[ResponseFormatter],
+        self, request: Request, kind: type[B], requests: _Requests[B], formatter: type[ResponseFormatter]
     ) -> Response:
         """Answer one call: read its body as `kind`, submit its `requests`, and answer in the form of `formatter`.
 
@@ -322,12 +304,7 @@ class OpenAiEndpoint:
         return await self._accounted(request, respond)
 
     async def _read(
-        self,
-        request: Request,
-        kind: type[B],
-        requests: Callable[[B, str], list[pb.GenerateRequest]],
-        ticket: _Ticket,
-        held: ExitStack,
+        self, request: Request, kind: type[B], requests: _Requests[B], ticket: _Ticket, held: ExitStack
     ) -> tuple[B, list[GenerationRequest]]:
         """Return the body and the engine's requests, whose adapter stays loaded until `held` is closed.
 
@@ -406,7 +383,7 @@ class _Ticket(Account):
         super().__init__(in_flight, metrics.http_calls, outcome=str(CLIENT_CLOSED))
         own = uuid.uuid4().hex
         self.call_id = call_id[:MAX_REQUEST_ID_CHARS] if call_id else own
-        self.engine_id = f"{call_id[:_SHOWN_CHARS]}-{own}" if call_id else own
+        self.engine_id = f"{call_id[: MAX_REQUEST_ID_CHARS // 2]}-{own}" if call_id else own
         """A header's id names calls in logs, and several calls may have one; the engine's are unique."""
         self.ignored = ignored
 
@@ -415,9 +392,9 @@ class _Ticket(Account):
         names = self.ignored.header()
         return {REQUEST_ID_HEADER: self.call_id} | ({IGNORED_HEADER: names} if names else {})
 
-    def whole(self, answer: bytes) -> Response:
-        """Return a whole answer, in JSON, which is a good outcome."""
-        response = Response(answer, media_type="application/json", headers=self.headers())
+    def whole(self, response: Response) -> Response:
+        """Return a whole answer, which is a good outcome, with the call's headers."""
+        response.headers.update(self.headers())
         self.outcome = "200"
         return response
 
@@ -458,7 +435,7 @@ async def _events(call: Call, options: StreamOptions, ticket: _Ticket) -> AsyncI
         yield _event(ticket.failure(error).body())
 
 
-async def _unless_gone(request: Request, answer: Coroutine[Any, Any, bytes]) -> bytes:
+async def _unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
     """Return the answer. Raises ClientDisconnect if the client goes away first, or the error that ends the answer."""
     answering = asyncio.create_task(answer)
     leaving = asyncio.ensure_future(client_gone(request))
@@ -476,11 +453,7 @@ def _event(data: Json) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-def _refusal(failure: Failure) -> Response:
-    return JSONResponse(failure.body(), status_code=failure.status, headers=dict(failure.headers))
-
-
 async def _wrong_door(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
     text = f"{request.method} {request.url.path} is not served; there is {_DOORS}"
-    return _refusal(Failure(status, "invalid_request_error", text, code="not_found"))
+    return Failure(status, "invalid_request_error", text, code="not_found").response()

@@ -66,7 +66,7 @@ class _BoundedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop_waiting()
-        self._stop_unread()
+        self.resume_writing()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -74,9 +74,6 @@ class _BoundedProtocol(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_unread()
-
-    def _stop_unread(self) -> None:
         if self._unread is not None:
             self._unread.cancel()
 
