@@ -24,7 +24,7 @@ import yaml
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from hetero_api.errors import ManifestError
-from hetero_api.manifest import describe_problems, read_document
+from hetero_api.manifest import describe_problems, read_document, yaml_documents
 from hetero_api.spec_types import Form, SpecEnum, SpecModel, spelled
 
 MAX_PRINCIPALS: Final = 512
@@ -117,10 +117,9 @@ def read_keys(path: Path) -> tuple[KeyEntry, ...]:
 
 def parse_keys(text: str, *, source: str = "") -> tuple[KeyEntry, ...]:
     """Return the entries in the text of a keys file; an empty list lets nobody in. Raises ManifestError."""
+    documents = yaml_documents(text, source=source)
     try:
-        entries = _ENTRIES.validate_python(yaml.safe_load(text))
-    except yaml.YAMLError as error:
-        raise ManifestError([f"is no valid YAML: {error}".replace("\n", " ")], source=source) from error
+        entries = _ENTRIES.validate_python(documents[0] if len(documents) == 1 else None)
     except ValidationError as error:
         raise ManifestError(describe_problems(error, KeyEntry), source=source) from error
     problems = [*_repeated("name", (entry.name for entry in entries)), *_repeated("hash", _hashes(entries))]

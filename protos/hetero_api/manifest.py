@@ -54,12 +54,17 @@ def read_document(path: Path) -> str:
         raise ManifestError([f"cannot be read: {error.strerror}"], source=str(path)) from error
 
 
+def yaml_documents(text: str, *, source: str = "") -> list[Any]:
+    """Return the documents in YAML text. Raises ManifestError."""
+    try:
+        return list(yaml.safe_load_all(text))
+    except Exception as error:  # the library raises nearly anything, e.g. KeyError for "!!bool x"
+        raise ManifestError([f"is no valid YAML: {error}".replace("\n", " ")], source=source) from error
+
+
 def parse_manifest(text: str, *, source: str = "") -> HeteroInference:
     """One HeteroInference from YAML text. Raises ManifestError."""
-    try:
-        documents = [document for document in yaml.safe_load_all(text) if document is not None]
-    except yaml.YAMLError as error:
-        raise ManifestError([f"is no valid YAML: {error}".replace("\n", " ")], source=source) from error
+    documents = [document for document in yaml_documents(text, source=source) if document is not None]
     if len(documents) != 1 or not isinstance(documents[0], dict):
         raise ManifestError([f"must hold one resource, holds {len(documents)} documents"], source=source)
     return parse_resource(documents[0], source=source)

@@ -152,11 +152,6 @@ class ModelConfig:
         return 2 * self.hidden_size if self.follows_states else 0
 
     @property
-    def has_kv_kinds(self) -> bool:
-        """True if layers with a window have other KV heads than those without."""
-        return self.sliding is not None and self.sliding.kv is not None
-
-    @property
     def kv_layers(self) -> tuple[int, ...]:
         """The layer whose keys and values each layer reads.
 

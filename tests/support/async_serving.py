@@ -34,6 +34,7 @@ from hetero_worker.sampling.device_kernels import SamplingKernels, TorchSampling
 from tests.support.played_device import PlayedDevice
 from tests.support.pseudo_gpu import MakeGraphs, PseudoGpu
 from tests.support.rank_shares import Shares
+from tests.unit.engine.engine_setup import has_requests
 
 MAX_SEQS, MAX_TOKENS, BLOCK_SIZE = 6, 24, 4
 WHOLE = Shares(kv_heads=((8,),), mlp_columns=((50,),), vocab_rows=(200,))
@@ -107,7 +108,7 @@ class AsyncRank:
         in_flight = StepsInFlight()
         turn = 0
         while coming or in_flight or not scheduler.is_idle:
-            while coming and (coming[0].turn <= turn or not (in_flight or scheduler.has_requests())):
+            while coming and (coming[0].turn <= turn or not (in_flight or has_requests(scheduler))):
                 scheduler.add(coming.popleft().request, now=0.0)
             while (step := scheduler.schedule(0.0, in_flight=in_flight)) is not None:
                 in_flight.submit(step)

@@ -19,7 +19,6 @@ from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from hetero_api.contract import EXIT_USAGE, HTTP_PORT, INFERENCE_PORT
@@ -139,7 +138,7 @@ def _refusals_over_http(retry_after_s: int) -> ASGIApp:
     """Return an application that refuses every call."""
     failure = failure_of(NoReplica(retry_after_s=retry_after_s))
     assert failure is not None, "the error has an answer"
-    return JSONResponse(failure.body(), status_code=failure.status, headers=dict(failure.headers))
+    return failure.response()
 
 
 def run(arguments: Sequence[str]) -> None:

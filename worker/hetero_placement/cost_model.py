@@ -114,13 +114,13 @@ class CostModel:
         number = load.streams or load.tokens
         return number / self._all_s(self.view(plan), load.steps(bounds), streamed)
 
-    def decode_step_s(self, plan: ShardPlan, *, batch: int, context: float) -> float:
+    def decode_step_s(self, plan: ShardPlan | PlanView, *, batch: int, context: float) -> float:
         """Return the seconds of a step in which `batch` sequences decode, each attending to `context` tokens."""
         return self.step_s(plan, decode_step(batch, context))
 
-    def step_s(self, plan: ShardPlan, step: Step) -> float:
-        """Seconds of one step."""
-        return self._step_s(self.view(plan), step)
+    def step_s(self, plan: ShardPlan | PlanView, step: Step) -> float:
+        """Return the seconds of one step; a plan's view, made once, spares the time that making it takes."""
+        return self._step_s(plan if isinstance(plan, PlanView) else self.view(plan), step)
 
     def view(self, plan: ShardPlan) -> PlanView:
         """Return the parts of a plan that its cost depends on."""

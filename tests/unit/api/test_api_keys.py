@@ -32,6 +32,11 @@ def test_an_entry_has_the_role_of_a_user_and_no_limits_unless_it_says_so() -> No
     [
         ("", "must be a list"),
         ("- {name: a", "is no valid YAML"),
+        ("- name: 2025-02-30", "is no valid YAML: day is out of range"),
+        ("- name: !!int abc", "is no valid YAML"),
+        ("- name: !!bool abc", "is no valid YAML"),
+        ("- {name: a, hashes: " + "[" * 3000 + "]" * 3000 + "}", "is no valid YAML"),
+        (entry() + "---\n" + entry(), "must be a list"),
         (entry(name="a b"), "[0].name: must be of letters"),
         (entry(hashes=[]), "[0].hashes: must not be empty"),
         (entry(hashes=["a-key"]), "[0].hashes[0]: must be sha256: and 64 hexadecimal digits"),

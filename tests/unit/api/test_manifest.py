@@ -53,6 +53,8 @@ BAD = [
     ("spec:", "spec:\n  placement: {shares: {mlp: [0, 0, 0, 0]}}", "spec.placement.shares.mlp: must give something"),
     ("spec:", "spec:\n  engine: {gpuMemoryUtilization: 0}", "spec.engine.gpuMemoryUtilization: must be more than 0"),
     ("spec:", "spec: [", "is no valid YAML"),
+    ("spec:", "created: 2025-02-30\nspec:", "is no valid YAML"),
+    ("spec:", f"deep: {'[' * 3000}{']' * 3000}\nspec:", "is no valid YAML"),
 ]
 
 

@@ -249,3 +249,8 @@ def name_of(completion: Completion) -> str:
     """The request's id, with the index of completions but the first."""
     request_id = completion.request.request_id
     return f"{request_id}/{completion.index}" if completion.index else request_id
+
+
+def has_requests(scheduler: Scheduler) -> bool:
+    """Whether there is a request that has not ended."""
+    return bool(scheduler._requests)

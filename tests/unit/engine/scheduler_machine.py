@@ -22,7 +22,7 @@ from hetero_gateway.engine.request import (
     derived_seed,
 )
 from hetero_gateway.engine.step import ScheduledStep, StepOutcome
-from tests.unit.engine.engine_setup import Bench, engine_config, entries, generation, name_of
+from tests.unit.engine.engine_setup import Bench, engine_config, entries, generation, has_requests, name_of
 from tests.unit.engine.fake_ranks import logprobs_alone, tokens_alone
 from tests.unit.engine.oracle import fake_oracle
 
@@ -364,7 +364,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.send()
             if self.bench.in_flight:
                 self.receive()
-            elif not self.bench.scheduler.has_requests():
+            elif not has_requests(self.bench.scheduler):
                 return
         raise AssertionError("a request never ended")
 

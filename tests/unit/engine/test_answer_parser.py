@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
 
 from hetero_gateway.engine.text.answer_formats import FORMATS, THINK, AnswerFormat
 from hetero_gateway.engine.text.answer_parser import AnswerParser, CallArguments, CallStart, Content, Piece
+from hetero_gateway.engine.text.call_arguments import json_value
 from tests.unit.engine.family_answers import ANSWERS, TOOLS, Answer, meaning_of
 
 pytestmark = pytest.mark.unit
@@ -156,3 +158,9 @@ def test_long_runs_of_what_may_be_markup_take_little_time(name: str, unit: str) 
         parser.push(unit)
     parser.finish()
     assert time.process_time() - begin_s < 1.0
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "[1, NaN]"])
+@pytest.mark.parametrize("types", [frozenset(), frozenset(("number",)), frozenset(("string", "number"))])
+def test_numbers_that_json_has_not_are_texts(text: str, types: frozenset[str]) -> None:
+    assert json_value(text, types) == json.dumps(text)

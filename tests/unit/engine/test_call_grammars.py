@@ -174,3 +174,11 @@ async def test_a_format_that_is_not_known_cannot_be_forced() -> None:
     asked = AskedAnswer(AnswerFormat(None, None), tools=TOOLS, is_forced=True)
     with pytest.raises(InvalidRequest, match="format of this model's calls is not known"):
         asked.constraint(None, prompt_end="")
+
+
+@pytest.mark.parametrize("name", [name for name, calls in FORMATS.items() if calls.writing.tag])
+def test_an_enum_that_is_no_list_is_refused(name: str) -> None:
+    tool = {"type": "object", "properties": {"kind": {"type": "string", "enum": 5}}}
+    asked = AskedAnswer(AnswerFormat(FORMATS[name], None), tools={"look": tool}, is_forced=True)
+    with pytest.raises(InvalidRequest, match="tools: enum must be a list, not 5"):
+        asked.constraint(None, prompt_end="")

@@ -299,6 +299,22 @@ async def test_stop_string_cuts_the_text_and_frees_the_request() -> None:
         assert it.core.is_serving
 
 
+@pytest.mark.parametrize("received", [0, 5])
+async def test_a_stop_string_is_met_behind_min_tokens_only(received: int) -> None:
+    full = alone(generation("r", range(3), max_tokens=40, seed=5), 40)
+    stop = TOKENIZER.decode(full)[12]
+    first = next(n for n in range(1, 40) if stop in TOKENIZER.decode(full[:n]))
+    for least in (0, first - 1, first, 39, 40):
+        known = (tuple(full[:received]),) if received else ()
+        asked = generation("r", range(3), max_tokens=40, seed=5, stop=(stop,), received=known, min_tokens=least)
+        async with engine() as it:
+            answer = await read(it.core.submit(asked))
+        number = answer.finished.usage.completion_tokens
+        texts = [TOKENIZER.decode(full[:n]) for n in range(41)]
+        met = (n for n in range(least + 1, 41) if stop in texts[n][len(texts[n - 1]) :])
+        assert number == next(met, 40), least
+
+
 async def test_text_held_for_a_stop_string_is_shown_at_the_end() -> None:
     asked = generation("r", range(3), max_tokens=6)
     full = TOKENIZER.decode(alone(asked, 6))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_gateway.engine.step_pace import DecodePace, DecodeSize
+from hetero_gateway.engine.step_pace import MOST_SIZES, DecodePace, DecodeSize
 
 pytestmark = pytest.mark.unit
 
@@ -38,3 +38,18 @@ def test_a_long_life_neither_overflows_nor_forgets_what_is_new() -> None:
     assert found[2].seconds == pytest.approx(0.1)
     assert 0 < found[2].weight < 10
     assert 1 not in found, "what counts for nothing is let go"
+
+
+def test_only_the_heaviest_sizes_are_told() -> None:
+    pace = DecodePace(memory_s=1e9)
+    for rows in range(1, 1001):
+        for _ in range(1 + (rows > 1000 - MOST_SIZES)):
+            pace.add_step(0.1, rows=rows, tokens=100 * rows)
+    assert {paced.size.rows for paced in pace.sizes()} == set(range(1001 - MOST_SIZES, 1001))
+
+
+def test_sizes_of_minutes_ago_are_let_go() -> None:
+    pace = DecodePace()
+    for step in range(20_000):
+        pace.add_step(0.03, rows=1 + step // 10, tokens=100)
+    assert len(pace._sums) < 1000, "of 2000 in ten minutes"

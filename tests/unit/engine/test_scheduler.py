@@ -13,7 +13,7 @@ from hetero_gateway.engine.block_pool import StateSnapshots
 from hetero_gateway.engine.errors import DuplicateRequest, EngineFault, InvalidRequest, QueueFull, StepMismatch
 from hetero_gateway.engine.request import FinishReason, derived_seed
 from hetero_gateway.engine.scheduler import Scheduler
-from tests.unit.engine.engine_setup import VOCAB_SIZE, Bench, engine_config, entries, generation, name_of
+from tests.unit.engine.engine_setup import VOCAB_SIZE, Bench, engine_config, entries, generation, has_requests, name_of
 from tests.unit.engine.fake_ranks import tokens_alone
 
 pytestmark = pytest.mark.unit
@@ -159,7 +159,7 @@ def test_request_that_can_never_be_served_is_rejected(
     scheduler = Scheduler(engine_config(), num_blocks=11)
     with pytest.raises(InvalidRequest, match=problem):
         scheduler.add(generation("r", prompt, max_tokens=max_tokens), now=0.0)
-    assert not scheduler.has_requests()
+    assert not has_requests(scheduler)
 
 
 def test_duplicate_id_in_flight_is_refused_and_free_again_afterwards() -> None:

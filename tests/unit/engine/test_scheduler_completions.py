@@ -7,7 +7,7 @@ import pytest
 from hetero_gateway.engine.errors import InvalidRequest
 from hetero_gateway.engine.request import Constraint, ConstraintKind, FinishReason, GenerationRequest, derived_seed
 from hetero_gateway.engine.scheduler import Scheduler
-from tests.unit.engine.engine_setup import VOCAB_SIZE, Bench, engine_config, entries, generation
+from tests.unit.engine.engine_setup import VOCAB_SIZE, Bench, engine_config, entries, generation, has_requests
 from tests.unit.engine.fake_ranks import logprobs_alone, tokens_alone
 
 pytestmark = pytest.mark.unit
@@ -80,7 +80,7 @@ def test_finishing_one_completion_leaves_the_others() -> None:
     request = bench.add(generation("r", PROMPT, max_tokens=5, n=2))
     bench.step()
     bench.scheduler.finish(request.completions[0])
-    assert bench.scheduler.has_requests()
+    assert has_requests(bench.scheduler)
     bench.run()
     assert bench.outputs["r/1"] == alone(1, 5)
     assert request.completions[0].reason is None
@@ -139,7 +139,7 @@ def test_received_tokens_that_are_complete_have_ended() -> None:
     assert (first.reason, first.stop_token_id) == (FinishReason.LENGTH, None)
     assert (second.reason, second.stop_token_id) == (FinishReason.STOP, 9)
     assert request.ended
-    assert not bench.scheduler.has_requests()
+    assert not has_requests(bench.scheduler)
     assert bench.is_idle
 
 

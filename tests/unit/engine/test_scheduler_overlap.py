@@ -7,7 +7,7 @@ import pytest
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.errors import StepMismatch
 from hetero_gateway.engine.request import Constraint, ConstraintKind, FinishReason
-from tests.unit.engine.engine_setup import VOCAB_SIZE, Bench, engine_config, entries, generation, name_of
+from tests.unit.engine.engine_setup import VOCAB_SIZE, Bench, engine_config, entries, generation, has_requests, name_of
 from tests.unit.engine.fake_ranks import logprobs_alone, tokens_alone
 
 pytestmark = pytest.mark.unit
@@ -76,7 +76,7 @@ def test_sample_behind_finish_is_dropped() -> None:
     assert bench.receive().updates == []
     assert len(bench.outputs["r"]) == 1
     assert request.ended
-    assert not bench.scheduler.has_requests()
+    assert not has_requests(bench.scheduler)
 
 
 def test_blocks_of_an_ended_completion_serve_the_next_plan_while_its_step_is_out() -> None:
@@ -100,7 +100,7 @@ def test_preempted_completion_gets_the_tokens_that_were_out_and_returns_after_th
     bench.add(generation("early", range(7), max_tokens=6))
     late = bench.add(generation("late", range(20, 27), max_tokens=6))
     returned_with: list[int] = []
-    while bench.scheduler.has_requests():
+    while has_requests(bench.scheduler):
         preemptions = bench.scheduler.stats().preemptions
         step = bench.send()
         if bench.scheduler.stats().preemptions > preemptions:
@@ -150,7 +150,7 @@ def test_step_that_computes_nothing_tells_ranks_what_ended() -> None:
     bench.add(generation("r", range(3), max_tokens=1))
     bench.send()
     bench.receive()
-    assert not bench.scheduler.has_requests()
+    assert not has_requests(bench.scheduler)
     assert not bench.is_idle
     step = bench.send()
     assert step is not None

@@ -446,8 +446,11 @@ def test_drafts_for_others_are_refused() -> None:
     assert bench.schedule() is None, "nothing goes out beside drafts"
     result = bench.ranks.execute(step.plan)
     result.drafts.add(slot=3, token_ids=[1])
+    [completion] = step.decodes.completions
+    known = list(completion.token_ids)
     with pytest.raises(StepMismatch, match="slot 3, which wants none"):
         bench.scheduler.apply(step, result)
+    assert completion.token_ids == known, "a result is refused before anything of it is taken"
 
 
 def test_steps_out_come_back_before_tokens_are_proposed() -> None:

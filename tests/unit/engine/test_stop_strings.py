@@ -27,6 +27,16 @@ def test_match_cuts_the_text_and_shows_nothing_after_it() -> None:
     assert stops.matched == "END"
 
 
+@pytest.mark.parametrize("pieces", [["aaa", "aab"], ["a", "a", "a", "a", "ab"]])
+def test_what_is_complete_where_it_may_not_match_is_text(pieces: list[str]) -> None:
+    stops = StopStrings(["aa", "ab"])
+    shown = [stops.feed(piece, may_match=False) for piece in pieces[:-1]]
+    assert stops.matched is None
+    shown.append(stops.feed(pieces[-1]))
+    assert stops.matched == "aa", "what it began with may be earlier text"
+    assert "".join(shown) in ("aa", "aaa")
+
+
 def test_held_text_at_the_end_is_shown() -> None:
     assert feed_all(StopStrings(["stop"]), ["never sto"]) == ["never ", "sto"]
 

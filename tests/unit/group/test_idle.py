@@ -192,3 +192,17 @@ async def test_ranks_rest_only_while_steps_are_held() -> None:
         await bench.ready()
         with pytest.raises(EngineFault, match="only while steps are held"):
             bench.core.rest()
+
+
+async def test_two_that_wait_for_the_same_call_wake_a_group_once() -> None:
+    async with idling() as (bench, zero, _):
+        await until_resting(bench)
+        keep_answer(zero)
+        partial = asyncio.create_task(bench.rpcs.wake_up(admin_pb2.WakeUpRequest(tags=["weights"])))
+        await until_commanded(zero, "wake")
+        both = [asyncio.create_task(bench.rpcs.rouse()) for _ in range(2)]
+        await asyncio.sleep(0)
+        give_answer(zero)
+        await asyncio.gather(partial, *both)
+        assert zero.commands == ["sleep", "wake", "wake"]
+        assert bench.group.state is GroupState.READY

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from hetero_api.v1 import ranks_pb2
-from hetero_gateway.engine.step_pace import DecodePace
+from hetero_gateway.engine.step_pace import MOST_SIZES, DecodePace
 from hetero_gateway.group.placement import PlacedRanks, Placement, decide_placement, report_placement, step_time_ratio
+from hetero_placement.cost_model import CostModel
 from tests.unit.engine.engine_setup import generation
 from tests.unit.group.group_setup import HOST_TIMES, GroupBench, collect, group_settings, hello
 
@@ -31,6 +36,25 @@ def test_the_ratio_is_that_of_all_sizes_together() -> None:
     decided = placement()
     assert step_time_ratio(decided, DecodePace()) == 0
     assert step_time_ratio(decided, paced(decided, factor=1.25)) == pytest.approx(1.25)
+
+
+def counted(method: Callable[..., Any], name: str, calls: list[str]) -> Callable[..., Any]:
+    def call(*given: Any) -> Any:
+        calls.append(name)
+        return method(*given)
+
+    return call
+
+
+def test_a_report_reads_the_plan_once_and_predicts_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    decided, pace = placement(), DecodePace()
+    for rows in range(1, 500):
+        pace.add_step(0.03, rows=rows, tokens=100 * rows)
+    calls: list[str] = []
+    for name in ("view", "_step_s"):
+        monkeypatch.setattr(CostModel, name, counted(getattr(CostModel, name), name, calls))
+    assert report_placement(decided, pace).step_time_ratio > 0
+    assert Counter(calls) == {"view": 1, "_step_s": MOST_SIZES}
 
 
 def test_the_report_tells_options_prediction_and_exchange() -> None:

@@ -16,6 +16,23 @@ from tests.unit.group.group_setup import WARM_UP_PLANS, GroupBench, ScriptedRank
 pytestmark = pytest.mark.unit
 
 
+async def test_a_pause_that_ends_between_two_looks_is_no_wait_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with GroupBench() as bench:
+        looks: list[float] = []
+
+        def pause_left_s(_: object) -> float:
+            if bench.group._roster.missing():
+                return 0.0
+            looks.append(0.01 if not looks else 0.0)
+            return looks[-1]
+
+        monkeypatch.setattr(type(bench.group._restarts), "pause_left_s", property(pause_left_s))
+        for rank in range(2):
+            ScriptedRank(bench.group, rank).join()
+        await bench.until(GroupState.FORMING)
+        assert looks[0]
+
+
 async def test_orders_go_out_phase_by_phase_to_everyone() -> None:
     async with GroupBench() as bench:
         one, zero = ScriptedRank(bench.group, 1), ScriptedRank(bench.group, 0)

@@ -79,7 +79,8 @@ def test_latent_attention_has_our_kernels_too(config: ModelConfig) -> None:
 def test_layers_of_two_kinds_have_our_kernels_if_both_have() -> None:
     path = Path(__file__).parents[3] / "examples/models/gemma-4-31b.json"
     gemma = ModelConfig.from_hf(read_json(path), source=str(path))
-    assert gemma.has_kv_kinds
+    assert gemma.sliding is not None
+    assert gemma.sliding.kv is not None
     assert chosen(gemma) == "paged-triton"
     odd = replace(gemma, head_dim=520)
     assert chosen(odd) == "paged-torch (head_dim 520 is no multiple of 16 up to 512)"

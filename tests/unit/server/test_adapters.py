@@ -15,8 +15,12 @@ import pytest
 
 from hetero_api.spec import AdaptersSpec
 from hetero_api.v1 import admin_pb2
+from hetero_gateway.engine.core import EngineCore
+from hetero_gateway.engine.errors import GroupLost
 from hetero_gateway.group.adapters import registry
+from hetero_gateway.group.admin_rpcs import AdminRpcs
 from hetero_gateway.group.errors import UnsupportedSpecError
+from hetero_gateway.server.reading import RequestReader
 from tests.unit.group.group_setup import WarmRanks
 from tests.unit.server.server_setup import GatewayBench, read_all, request, sampling, served_model
 
@@ -288,6 +292,108 @@ async def test_a_new_epoch_loads_what_the_last_one_had(tmp_path: Path) -> None:
         await asyncio.gather(answered(bench, "one"), answered(bench, ""))
 
 
+@pytest.mark.usefixtures("at_once")
+async def test_a_request_for_an_adapter_waits_when_the_group_is_lost_while_it_wakes(
+    joined: tuple[GatewayBench, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, _ = joined
+    for name in ("one", "two", "three"):
+        await load(bench, name, f"/adapters/{name}")
+    rests = iter([True])
+
+    async def rouse(_: AdminRpcs) -> None:
+        raise GroupLost("rank 0 was lost")
+
+    monkeypatch.setattr(EngineCore, "is_resting", property(lambda _: next(rests, False)))
+    monkeypatch.setattr(AdminRpcs, "rouse", rouse)
+    assert await answered(bench, "one") == 0
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_an_adapter_stays_until_all_prompts_of_a_call_are_read(
+    joined: tuple[GatewayBench, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, _ = joined
+    await load(bench, "one", "/adapters/one")
+    read, others = RequestReader.read, iter(["two", "three"])
+
+    async def read_late(self: RequestReader, *given: Any, **named: Any) -> Any:
+        for name in others:
+            await load(bench, name, f"/adapters/{name}")
+        return await read(self, *given, **named)
+
+    turns = iter([read, read_late])
+
+    async def read_in_turn(self: RequestReader, *given: Any, **named: Any) -> Any:
+        return await next(turns)(self, *given, **named)
+
+    monkeypatch.setattr(RequestReader, "read", read_in_turn)
+    answer = await post(bench, "/v1/completions", model="one", prompt=["a", "b"], max_tokens=1)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.fixture
+def lost_folders(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Folders of adapters that ranks cannot read."""
+    lost: set[str] = set()
+    obey = WarmRanks.obey
+
+    def obey_or_not(self: WarmRanks, step_id: int, command: Any) -> Any:
+        directory = command.load_adapter.directory
+        self.problem_of_adapters = f"{directory}: no such file" if directory in lost else ""
+        return obey(self, step_id, command)
+
+    monkeypatch.setattr(WarmRanks, "obey", obey_or_not)
+    return lost
+
+
+async def test_a_group_heals_without_an_adapter_whose_folder_is_lost(
+    joined: tuple[GatewayBench, Any], lost_folders: set[str]
+) -> None:
+    bench, rank = joined
+    [life] = bench._tasks
+    for name in ("one", "two"):
+        await load(bench, name, f"/adapters/{name}")
+    rank.may_step.clear()
+    models = ("one", "two", "")
+    calls = [
+        asyncio.create_task(read_all(bench.inference().Generate(request(f"r{model}", model=model)))) for model in models
+    ]
+    core = bench.gateway.core
+    await bench.until(lambda: core.stats().running_requests + core.stats().waiting_requests == 3)
+    lost_folders.add("/adapters/one")
+    life.cancel()
+    await bench.until(lambda: not bench.gateway.group.is_ready)
+    rank, _ = await bench.join()
+    assert ranks_of(rank).adapters == {2: "/adapters/two"}
+    code, text = await refusal(calls[0])
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "'one' cannot be loaded again: " in text
+    assert "/adapters/one: no such file" in text
+    for call in calls[1:]:
+        assert (await call)[-1].HasField("finished")
+    code, text = await refusal(read_all(bench.inference().Generate(request("later", model="one"))))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "no such file" in text
+    lost_folders.clear()
+    assert await answered(bench, "one") == 0
+
+
+async def test_weights_are_updated_without_an_adapter_whose_folder_is_lost(
+    joined: tuple[GatewayBench, Any], lost_folders: set[str]
+) -> None:
+    bench, _ = joined
+    await load(bench, "one", "/adapters/one")
+    lost_folders.add("/adapters/one")
+    await bench.admin().UpdateWeights(admin_pb2.UpdateWeightsRequest())
+    assert bench.gateway.group.is_ready
+    code, text = await refusal(read_all(bench.inference().Generate(request("a", model="one"))))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "no such file" in text
+    lost_folders.clear()
+    assert await answered(bench, "one") == 0
+
+
 async def test_the_http_door_loads_lists_answers_and_unloads(bench: GatewayBench) -> None:
     answer = await post(bench, "/v1/load_lora_adapter", lora_name="one", lora_path="/adapters/one")
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'one' added successfully.")
@@ -316,6 +422,9 @@ async def test_the_http_door_loads_nothing_unless_asked_to(tmp_path: Path) -> No
     async with GatewayBench(opened, admin_token="secret") as bench:
         await bench.join()
         assert (await post(bench, "/v1/load_lora_adapter", **body)).status_code == 401
+        for ending in ("%0A", "%0a%00"):
+            assert (await post(bench, "/v1/load_lora_adapter" + ending, **body)).status_code == 400, ending
+        assert list(bench.gateway.group.adapters) == []
 
 
 async def test_adapters_of_the_resource_are_there_from_the_start(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from tests.unit.server.server_setup import GatewayBench
 
 pytestmark = pytest.mark.unit
 
+MUCH = 1 << 24
+"""Bytes that no socket takes from a server whose client does not read."""
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nContent-Length: 1000\r\n"
 PARTS = schema.MAX_PARTS
 
@@ -197,3 +199,56 @@ async def test_one_message_more_than_a_chat_may_have(bench: GatewayBench) -> Non
     messages = [{"role": "user", "content": "a"}] * 4097
     answer = await _post(bench, json.dumps({"model": "g", "messages": messages}).encode(), "/v1/chat/completions")
     assert "messages: must hold at most 4096 messages, not 4097" in answer.json()["error"]["message"]
+
+
+async def much(scope: Any, receive: Any, send: Any) -> None:
+    """Answer with MUCH."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for _ in range(0, MUCH, 1 << 16):
+        await send({"type": "http.response.body", "body": b"x" * (1 << 16), "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@asynccontextmanager
+async def unread_answer() -> AsyncIterator[tuple[http_server.HttpListener, asyncio.StreamReader]]:
+    """A listener, and a client of it that has read nothing of a long answer."""
+    listener = http_server.HttpListener(much, host="127.0.0.1", port=0, option="--port")
+    listener.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", listener.port, limit=1024)
+    writer.write(b"GET / HTTP/1.1\r\nHost: g\r\n\r\n")
+    connections: Any = listener._server.server_state.connections
+    await wait_until(lambda: any(each.flow.write_paused for each in connections))
+    try:
+        yield listener, reader
+    finally:
+        writer.close()
+        await listener.stop(0)
+
+
+@pytest.mark.parametrize("as_from_3_12_on", [False, True])
+async def test_a_stop_does_not_wait_for_clients_that_do_not_read(
+    monkeypatch: pytest.MonkeyPatch, as_from_3_12_on: bool
+) -> None:
+    async def wait_closed(self: Any) -> None:
+        while self._active_count:  # noqa: ASYNC110 — as the library does it
+            await asyncio.sleep(0.01)
+
+    if as_from_3_12_on:
+        monkeypatch.setattr(asyncio.base_events.Server, "wait_closed", wait_closed)
+    async with unread_answer() as (listener, _), asyncio.timeout(PATIENCE_S):
+        await listener.stop(0.05)
+
+
+async def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "READ_TIMEOUT_S", 0.05)
+    async with unread_answer() as (listener, _):
+        await wait_until(lambda: not listener._server.server_state.connections)
+
+
+async def test_a_client_that_reads_late_gets_its_whole_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "READ_TIMEOUT_S", PATIENCE_S / 4)
+    async with unread_answer() as (_, reader), asyncio.timeout(PATIENCE_S):
+        await reader.readuntil(b"\r\n\r\n")
+        num_bytes = 0
+        while num_bytes < MUCH:
+            num_bytes += len(await reader.read(1 << 16))

@@ -22,7 +22,7 @@ from hetero_client.access import Access
 from hetero_client.aio import AsyncHeteroClient
 from hetero_client.errors import AccessError
 from hetero_gateway.group.errors import UnsupportedSpecError
-from hetero_gateway.server.access.files import AccessFiles
+from hetero_gateway.server.access.files import AccessFiles, FileWatch
 from hetero_gateway.server.access.principals import current_principal
 from hetero_gateway.server.config import GatewayConfig
 from hetero_gateway.server.gateway import Ports
@@ -187,6 +187,22 @@ async def test_a_wrong_keys_file_changes_nothing_and_is_logged(
     assert await code_of(keyed.inference().GetModelInfo, model, shown("a-key")) is grpc.StatusCode.OK
     write_keys(keyed.keys_file, [entry("bob", "b-key")])
     await until_code(keyed.inference().GetModelInfo, model, shown("b-key"), grpc.StatusCode.OK)
+
+
+async def test_a_file_whose_reading_breaks_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reads: list[bool] = []
+
+    def read() -> None:
+        reads.append(len(reads) > 1)
+        if not reads[-1]:
+            raise KeyError("nobody thought of that")
+
+    watch = FileWatch([write_keys(tmp_path / "keys.yaml", ENTRIES)], read, look_s=LOOK_S)
+    write_keys(tmp_path / "keys.yaml", ENTRIES[:1])
+    running = asyncio.create_task(watch.run())
+    await wait_until(lambda: True in reads)
+    running.cancel()
+    assert caplog.text.count("nobody thought of that") == 1
 
 
 async def until_code(call: Any, message: Any, metadata: Any, code: grpc.StatusCode) -> None:

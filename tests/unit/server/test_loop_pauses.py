@@ -129,3 +129,20 @@ def test_a_long_body_does_not_pause_the_others(gateway: GatewayProcess, name: st
             assert http.post(path, content=content).status_code == 400
 
     _check(gateway, ask, name)
+
+
+STOPS = [f"{'ab' * 127}{index:x}x" for index in range(16)]
+ANSWERS = {
+    "echoed prompts": _body(prompt=[5] * 3_000, echo=True, logprobs=0, n=16, max_tokens=1),
+    "an echoed prompt in a stream": _body(prompt=[5] * 3_000, echo=True, logprobs=0, n=16, max_tokens=1, stream=True),
+    "stop strings": _body(prompt=["a"] * 64, n=16, max_tokens=1, stop=STOPS),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_long_answer_does_not_pause_the_others(gateway: GatewayProcess, name: str) -> None:
+    def ask() -> None:
+        with httpx.Client(base_url=f"http://{gateway.addresses['http']}", trust_env=False, timeout=100) as http:
+            assert http.post("/v1/completions", content=ANSWERS[name]).status_code == 200
+
+    _check(gateway, ask, name)

@@ -174,6 +174,12 @@ async def test_bad_fields_are_refused_by_name(ready: GatewayBench, body: dict[st
     assert (await _post(ready, "/v1/chat/completions", model=NAME, messages=CHAT, max_tokens=1)).status_code == 200
 
 
+@pytest.mark.parametrize("prompt", ["x" * 64, "x" * 100_000, [1] * 64])
+async def test_a_prompt_that_is_too_long_has_the_apis_code(ready: GatewayBench, prompt: Any) -> None:
+    answer = await _post(ready, "/v1/completions", model=NAME, prompt=prompt)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
 async def test_a_body_that_is_no_json_is_refused(ready: GatewayBench) -> None:
     async with httpx.AsyncClient(base_url=f"http://{ready.addresses.http}", trust_env=False) as http:
         answer = await http.post("/v1/completions", content=b"{")
@@ -218,15 +224,30 @@ async def test_an_id_that_is_in_flight_is_refused(bench: GatewayBench) -> None:
     rank, _ = await bench.join()
     rank.may_step.clear()
     async with _client(bench) as client:
-        headers = {"X-Request-Id": "mine"}
+        mine = {"request_id": "mine"}
         first = asyncio.create_task(
-            client.completions.create(model=NAME, prompt="hello", max_tokens=2, extra_headers=headers)
+            client.completions.create(model=NAME, prompt="hello", max_tokens=2, extra_body=mine)
         )
         await bench.until(lambda: bench.gateway.core.stats().running_requests == 1)
         with pytest.raises(openai.ConflictError, match="'mine' is in flight"):
-            await client.completions.create(model=NAME, prompt="hello", extra_headers=headers)
+            await client.completions.create(model=NAME, prompt="hello", extra_body=mine)
         rank.may_step.set()
         assert (await first).id == "cmpl-mine"
+
+
+@pytest.mark.parametrize("request_id", ["mine", "x" * 127, "x" * 500])
+async def test_calls_whose_headers_have_one_id_are_served_side_by_side(bench: GatewayBench, request_id: str) -> None:
+    await bench.join()
+    async with _client(bench) as client:
+
+        async def ask(prompt: Any) -> Any:
+            return await client.completions.with_raw_response.create(
+                model=NAME, prompt=prompt, max_tokens=2, extra_headers={"X-Request-Id": request_id}
+            )
+
+        for answer in (*await asyncio.gather(ask("a"), ask("b")), await ask(["a", "b"])):
+            assert answer.headers["x-request-id"] == request_id[:128]
+            assert answer.parse().id == f"cmpl-{request_id[:128]}"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +53,7 @@ def call_of(
 
 
 async def test_a_whole_chat_has_its_reasoning_apart() -> None:
-    (choice,) = (await call_of(ANALYSIS + FINAL).whole())["choices"]
+    (choice,) = json.loads(bytes((await call_of(ANALYSIS + FINAL).whole()).body))["choices"]
     assert choice["message"] == {
         "role": "assistant", "content": SAID, "reasoning_content": THOUGHT, "refusal": None,
     }  # fmt: skip
@@ -60,7 +61,9 @@ async def test_a_whole_chat_has_its_reasoning_apart() -> None:
 
 
 async def test_a_chat_without_reasoning_has_no_such_field() -> None:
-    (choice,) = (await call_of("<|channel|>final<|message|>Hello!<|return|>").whole())["choices"]
+    (choice,) = json.loads(bytes((await call_of("<|channel|>final<|message|>Hello!<|return|>").whole()).body))[
+        "choices"
+    ]
     assert choice["message"] == {"role": "assistant", "content": "Hello!", "refusal": None}
 
 
@@ -75,7 +78,7 @@ async def test_calls_of_gpt_oss_are_read_from_its_channels() -> None:
     form = AnswerFormat(FORMATS["GptOss"], None)
     calling = ANALYSIS + CALL.removesuffix("<|call|>") + CALL.replace("look", "see")
     make: Any = lambda: AnswerParser(form, tools={"look": {}, "see": {}})  # noqa: E731 - one for each call
-    (choice,) = (await call_of(calling, new_parser=make).whole())["choices"]
+    (choice,) = json.loads(bytes((await call_of(calling, new_parser=make).whole()).body))["choices"]
     stream = call_of(calling, new_parser=make).chunks(usage_at_end=False, usage_in_all=False)
     deltas = [chunk["choices"][0]["delta"] async for chunk in stream]
     starts = [call for delta in deltas for call in delta.get("tool_calls", ()) if "id" in call]
@@ -93,7 +96,7 @@ async def test_reasoning_alone_is_a_chunk_without_content() -> None:
 
 
 async def test_a_completion_has_the_reasoning_as_text() -> None:
-    (choice,) = (await call_of(ANALYSIS + FINAL, CompletionFormatter).whole())["choices"]
+    (choice,) = json.loads(bytes((await call_of(ANALYSIS + FINAL, CompletionFormatter).whole()).body))["choices"]
     assert choice["text"] == THOUGHT + SAID
 
 

@@ -12,6 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from hetero_api.api_keys import Limits, Role
 from hetero_api.v1 import inference_pb2
+from hetero_gateway.engine.errors import InvalidRequest
 from hetero_gateway.server.access.limits import Meter, Meters, TokenBucket
 from hetero_gateway.server.access.principals import Principal
 from hetero_gateway.server.calls import DETAILS_KEY
@@ -71,6 +72,8 @@ def test_every_completion_of_a_request_runs_on_its_own() -> None:
     with pytest.raises(LimitExceeded, match="4 completions at a time"):
         meter.begin(completions=2, prompt_tokens=5)
     meter.end(completions=3, more_tokens=0)
+    with pytest.raises(InvalidRequest, match="n: must be at most 4 with this key, not 5"):
+        meter.begin(completions=5, prompt_tokens=5)
     meter.begin(completions=4, prompt_tokens=5)
 
 

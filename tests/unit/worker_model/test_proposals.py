@@ -36,6 +36,7 @@ from tests.support.examples import examples
 from tests.support.rank_group import GREEDY, PlanBuilder, RankGroup, Shares
 from tests.support.tape import TapeBackend
 from tests.support.tiny_checkpoints import VOCAB_SIZE, save_tiny
+from tests.unit.engine.engine_setup import has_requests
 from tests.unit.engine.oracle import OracleProposer
 
 pytestmark = pytest.mark.unit
@@ -108,7 +109,7 @@ def serve(
     told: dict[str, list[tuple[int, bytes]]] = {}
     in_flight, waiting = StepsInFlight(), sorted(asked, key=lambda each: each.turn)
     for turn in range(10_000):
-        while waiting and (waiting[0].turn <= turn or not scheduler.has_requests()):
+        while waiting and (waiting[0].turn <= turn or not has_requests(scheduler)):
             scheduler.add(waiting.pop(0).request, now=0.0)
         step = scheduler.schedule(0.0, in_flight=in_flight)
         if step is None and not in_flight:
@@ -123,7 +124,7 @@ def serve(
         for update in scheduler.apply(taken.step, taken.result).updates:
             told.setdefault(name_of(update.completion), []).append(told_of(update))
     stats = scheduler.stats()
-    assert not scheduler.has_requests()
+    assert not has_requests(scheduler)
     return told, ranks_pb2.StepResult(step_id=stats.steps, token_ids=[stats.proposed_tokens, stats.accepted_tokens])
 
 

@@ -146,6 +146,7 @@ def check_prompt_length(num_tokens: int, *, max_model_len: int, all_counted: boo
             "prompt",
             f"has {'' if all_counted else 'at least '}{num_tokens} tokens; with at least one to generate the model's "
             f"length of {max_model_len} allows {max_model_len - 1}",
+            is_too_long=True,
         )
 
 
@@ -156,6 +157,7 @@ def check_prompt_bytes(num_bytes: int, *, longest_token_bytes: int, max_model_le
             "prompt",
             f"has {num_bytes} bytes; tokens of this model have at most {longest_token_bytes}, and with at least one to "
             f"generate the model's length of {max_model_len} allows {max_model_len - 1} of them",
+            is_too_long=True,
         )
 
 

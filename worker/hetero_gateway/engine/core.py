@@ -306,7 +306,9 @@ class EngineCore:
         # An answer that is bound to a form has no channels, unless the form writes them.
         has_channels = asked.constraint is None or asked.constraint.has_frame
         prompt = asked.prompt_token_ids if has_channels else ()
-        return self._new_detokenizer(asked.stop, prompt, asked.shown_token_ids)
+        detokenizer = self._new_detokenizer(asked.stop, prompt, asked.shown_token_ids)
+        detokenizer.min_tokens = asked.sampling.min_tokens
+        return detokenizer
 
     def abort(self, request_id: str) -> bool:
         """End a request: its stream ends with ABORT, its blocks are free at once.
@@ -319,6 +321,10 @@ class EngineCore:
         self._outputs.abort(active)
         self._work.set()
         return True
+
+    def fail_adapter(self, number: int, problem: str) -> None:
+        """End the requests of an adapter with InvalidRequest."""
+        self._outputs.fail_adapter(number, problem)
 
     def stats(self) -> admin_pb2.GetStatsResponse:
         """Return counts of one moment, consistent with one another."""

@@ -22,11 +22,15 @@ class EngineError(HeteroError):
 
 
 class InvalidRequest(EngineError):
-    """Error in a request. `field` is a path in GenerateRequest, `problem` what is wrong with it."""
+    """Error in a request. `field` is a path in GenerateRequest, `problem` what is wrong with it.
 
-    def __init__(self, field: str, problem: str) -> None:
+    `is_too_long`: it is a prompt that the model's length has no room for.
+    """
+
+    def __init__(self, field: str, problem: str, *, is_too_long: bool = False) -> None:
         self.field = field
         self.problem = problem
+        self.is_too_long = is_too_long
         super().__init__(f"{field}: {problem}")
 
 

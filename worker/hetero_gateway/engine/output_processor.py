@@ -174,6 +174,12 @@ class OutputProcessor:
         active.stream.fail(error)
         self._remove(active)
 
+    def fail_adapter(self, number: int, problem: str) -> None:
+        """End the requests of an adapter with InvalidRequest."""
+        for active in self.active:
+            if active.request.asked.adapter == number:
+                self.fail(active, InvalidRequest("model", problem))
+
     def fail_completion(self, completion: Completion, error: EngineError) -> None:
         """End the request of a completion with an error, unless the completion has ended."""
         opened = self._open.get(completion)

@@ -168,10 +168,6 @@ class Scheduler:
             self._end_request(request)
         return requests
 
-    def has_requests(self) -> bool:
-        """Return whether there is a request that has not ended."""
-        return bool(self._requests)
-
     def forget_prefixes(self) -> None:
         """Have no completion start behind what was computed until now; running ones go on."""
         self._batch.forget_prefixes()
@@ -299,6 +295,9 @@ class Scheduler:
 
         Raises StepMismatch if the result does not answer the step; then the group is to be lost.
         """
+        for draft in result.drafts:
+            if draft.slot not in step.plan.draft_slots:
+                raise StepMismatch(f"step {result.step_id}: drafts are for slot {draft.slot}, which wants none")
         with_prompt_logprobs = append_prompt_logprobs(step, result)
         add_pooled(step, result)
         # The last check that may refuse the result: tokens that were appended are final.
@@ -336,10 +335,6 @@ class Scheduler:
             return
         decoding = dict(zip(step.decodes.slots, step.decodes.completions, strict=True))
         for draft in result.drafts:
-            if draft.slot not in step.plan.draft_slots:
-                raise StepMismatch(
-                    f"step {result.step_id}: tokens were drafted for slot {draft.slot}, which wants none"
-                )
             if not decoding[draft.slot].ended:
                 known = takewhile(lambda token: token < self._config.vocab_size, draft.token_ids)
                 self._speculator.take_draft(decoding[draft.slot], list(known))

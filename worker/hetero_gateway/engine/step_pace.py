@@ -6,8 +6,8 @@ a change of load within about a minute of stepping. Another group of ranks has a
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from hetero_gateway.engine.step import ScheduledStep
@@ -22,8 +22,12 @@ CONTEXT_TOKENS: Final = 64
 """Steps whose rows attend to about as many tokens, to this many, count as one size."""
 _LOOKAHEAD_MEMORY: Final = 8
 """Steps after which one that was unlike the others hardly counts."""
-_LARGEST_WEIGHT: Final = 1e9
-_SMALLEST_SHARE: Final = 1e-6
+MOST_SIZES: Final = 32
+"""Sizes that are told: whoever asks computes a prediction for each."""
+_LARGEST_WEIGHT: Final = 10.0
+"""What has faded is let go about every minute of stepping."""
+_SMALLEST_SHARE: Final = 0.01
+"""A size that weighs less, of what a step weighs now, counts for nothing."""
 
 
 class Throughput:
@@ -108,11 +112,11 @@ class DecodePace:
         self._memory_s = memory_s
         self._weight = 1.0
         """Weight of the next step: new steps grow instead of old ones fading."""
-        self._sums: dict[tuple[int, int], _Sum] = {}
+        self._sums: dict[DecodeSize, _Sum] = {}
 
     def add_step(self, seconds: float, *, rows: int, tokens: int) -> None:
         """Count a step of so many rows, which attend to `tokens` all together."""
-        size = rows, tokens // rows // CONTEXT_TOKENS
+        size = DecodeSize(rows, tokens // rows // CONTEXT_TOKENS * CONTEXT_TOKENS + CONTEXT_TOKENS // 2)
         found = self._sums.get(size)
         if found is None:
             found = self._sums[size] = _Sum()
@@ -122,11 +126,10 @@ class DecodePace:
         if self._weight > _LARGEST_WEIGHT:
             self._shrink()
 
-    def sizes(self) -> Iterator[PacedSize]:
-        """Yield all sizes that still count."""
-        for (rows, context), found in self._sums.items():
-            size = DecodeSize(rows, context * CONTEXT_TOKENS + CONTEXT_TOKENS // 2)
-            yield PacedSize(size, found.seconds / found.weight, found.weight / self._weight)
+    def sizes(self) -> list[PacedSize]:
+        """Return the sizes that count most, the heaviest first."""
+        heaviest = heapq.nlargest(MOST_SIZES, self._sums.items(), key=lambda each: each[1].weight)
+        return [PacedSize(size, found.seconds / found.weight, found.weight / self._weight) for size, found in heaviest]
 
     def _shrink(self) -> None:
         self._sums = {

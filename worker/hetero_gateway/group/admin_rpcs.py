@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -104,7 +104,8 @@ class AdminRpcs:
 
         A group that cannot wake begins another epoch, which is awake. Raises GroupLost when its epoch ended meanwhile.
         """
-        await self._free.wait()
+        while self._under_way:  # others that waited, too, may have begun
+            await self._free.wait()
         epoch = self._group.current
         if epoch is not None and self._core.is_resting:
             await self._run("Rouse", self._rouse(epoch))
@@ -196,7 +197,8 @@ class AdminRpcs:
         Raises InvalidRequest if it cannot be loaded, EngineUnavailable where no request is accepted.
         """
         if self._core.is_resting:
-            await self.rouse()
+            with suppress(GroupLost):  # then it waits for the next epoch
+                await self.rouse()
         state, epoch = self._group.state, self._group.current
         if state in (GroupState.ASLEEP, GroupState.DRAINING, GroupState.CLOSED):
             raise EngineUnavailable(f"adapter {adapter.name!r}: the group is {state.name}: {_HINTS[state]}")
@@ -274,15 +276,6 @@ class AdminRpcs:
             self._group.adapters.place(adapter, adapter.number)
             raise
 
-    async def _load_adapters_again(self, epoch: Epoch) -> None:
-        """Load all adapters on ranks that have read their weights again, inside a hold."""
-        for adapter in self._group.adapters.loaded:
-            try:
-                await self._command(epoch, adapter.command())
-            except CommandFailed as error:
-                epoch.end(f"adapter {adapter.name!r} cannot be loaded again: {error}")
-                raise GroupLost(f"adapter {adapter.name!r} cannot be loaded again: {error}") from error
-
     async def _update_weights(self, epoch: Epoch) -> admin_pb2.UpdateWeightsResponse:
         async with self._core.hold():
             self._require_idle("UpdateWeights")
@@ -290,7 +283,7 @@ class AdminRpcs:
             reports = await self._command(epoch, command)
             # KV of the old weights must not be found by a prefix any more.
             self._use_cache(epoch.cache)
-            await self._load_adapters_again(epoch)
+            await epoch.load_adapters()
             epoch.note_bytes(reports)
         return admin_pb2.UpdateWeightsResponse(weight_bytes=[report.weight_bytes for report in reports])
 
@@ -339,7 +332,7 @@ class AdminRpcs:
             epoch.asleep -= tags
             epoch.note_bytes(reports)
             if not epoch.asleep:
-                await self._load_adapters_again(epoch)
+                await epoch.load_adapters()
                 if self._core.is_resting:
                     self._group.idle.rests, self._group.idle.wake_s = False, self._clock() - began_s
                     self._core.rouse()

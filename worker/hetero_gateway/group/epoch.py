@@ -127,7 +127,6 @@ class Epoch:
             await self._load(placement, deadline_s)
             await self._allocate(placement, deadline_s)
             await self._warm_up()
-            await self._load_adapters()
             self._open()
             raise await self.over
         finally:
@@ -266,6 +265,7 @@ class Epoch:
         self._expected = ""
         try:
             await self._run_warm_up()
+            await self.load_adapters()
         except GroupLost as error:
             self.end(f"warm-up: {error}")
             raise await self.over from error
@@ -294,16 +294,19 @@ class Epoch:
             # Which experts the tokens of the warm-up chose means nothing: the count starts over.
             await self._executor.command(ranks_pb2.GroupCommand(count_experts=ranks_pb2.CountExperts()))
 
-    async def _load_adapters(self) -> None:
-        """Load what was loaded in the last epoch. Raises EpochEnded: requests that go on may need any of them."""
+    async def load_adapters(self) -> None:
+        """Load what was on the ranks before; the engine must be held or closed. Raises GroupLost.
+
+        An adapter that cannot be loaded again is on the ranks no more, and its requests end with the reason.
+        """
         for adapter in self._adapters.loaded:
             try:
                 await self.command(adapter.command())
             except CommandFailed as error:
-                raise EpochEnded(f"adapter {adapter.name!r} cannot be loaded again: {error}") from error
-            except GroupLost as error:
-                self.end(f"adapter {adapter.name!r}: {error}")
-                raise await self.over from error
+                problem = f"adapter {adapter.name!r} cannot be loaded again: {error}"
+                logger.error("epoch=%d %s", self.number, problem)
+                self._core.fail_adapter(adapter.number, problem)
+                self._adapters.place(adapter, 0)
 
     def _graph_sizes(self) -> set[int]:
         """Return the graph sizes to warm up: all that ranks make, but no large ones where host ranks take part."""

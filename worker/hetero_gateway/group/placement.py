@@ -248,9 +248,9 @@ def _mode_of(decision: Decision, hardware: Hardware) -> str:
 def step_time_ratio(placement: Placement, pace: DecodePace) -> float:
     """Return measured over predicted seconds of recent steps that only decoded; 0 before any."""
     measured_s = predicted_s = 0.0
+    view = placement.cost_model.view(placement.plan)
     for paced in pace.sizes():
-        rows, context = paced.size
-        step_s = placement.cost_model.decode_step_s(placement.plan, batch=rows, context=context)
+        step_s = placement.cost_model.decode_step_s(view, batch=paced.size.rows, context=paced.size.context)
         measured_s += paced.weight * paced.seconds
         predicted_s += paced.weight * step_s
     return measured_s / predicted_s if predicted_s else 0.0

@@ -187,17 +187,18 @@ class Group:
     async def run(self) -> None:
         """Form epochs until cancelled."""
         while True:
-            while not self._may_begin():
+            # Read once: a pause that ends between two looks would become a wait without end.
+            while (left_s := self._restarts.pause_left_s) or not self._may_begin():
                 self._changed.clear()
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(self._restarts.pause_left_s or None):
+                    async with asyncio.timeout(left_s or None):
                         await self._changed.wait()
             await self._live_epoch()
 
     def _may_begin(self) -> bool:
         self._restarts.reconsider(self._roster.instance_ids)
         is_over = self.failed or self.state in _LAST_STATES
-        return not is_over and not self._roster.missing() and not self._restarts.pause_left_s
+        return not is_over and not self._roster.missing()
 
     async def _live_epoch(self) -> None:
         self._cancel_eviction()

@@ -125,21 +125,16 @@ class Gateway:
         self._health = HealthServicer([WHOLE_SERVER, *GATEWAY_SERVICES])
         self._admin_health = HealthServicer([WHOLE_SERVER, _ADMIN_SERVICE, *GATEWAY_SERVICES])
         reader = RequestReader(model, self.group.adapters, self._rpcs.loaded_adapter)
-        in_flight, metrics = self._in_flight, self.metrics
         call_tracer = None if tracer is None else CallTracer(tracer, model=self._name)
         intake = Intake(self.core, self._meters, tracer=call_tracer, adapters=self.group.adapters)
         self._router: grpc.aio.Server | None = None
         self._router_parts = RouterParts(
-            core=self.core, intake=intake, reader=reader, model=model, metrics=metrics, in_flight=in_flight
+            core=self.core, intake=intake, reader=reader, model=model, metrics=self.metrics, in_flight=self._in_flight
         )
         servicer = InferenceServicer(
-            intake,
-            reader=reader,
-            model_info=model.info,
-            server_info=self._server_info,
-            metrics=metrics,
-            in_flight=in_flight,
-        )
+            intake, reader=reader, model_info=model.info, server_info=self._server_info, metrics=self.metrics,
+            in_flight=self._in_flight,
+        )  # fmt: skip
         self._inference = new_server(
             max_message_bytes=MAX_INFERENCE_MESSAGE_BYTES,
             interceptors=[GuardInterceptor(self._door, meters=self._meters, uncounted=UNCOUNTED)],
@@ -149,16 +144,9 @@ class Gateway:
         http_settings = model.resource.spec.gateway.http
         self._page = Page(self.group.topology, self.core.stats) if with_page and http_settings.page else None
         self._endpoint = OpenAiEndpoint(
-            self.core,
-            intake=intake,
-            model=model,
-            reader=reader,
-            metrics=metrics,
-            in_flight=in_flight,
-            adapters=self.group.adapters,
-            rpcs=self._rpcs,
-            page=self._page,
-        )
+            self.core, intake=intake, model=model, reader=reader, metrics=self.metrics, in_flight=self._in_flight,
+            adapters=self.group.adapters, rpcs=self._rpcs, page=self._page,
+        )  # fmt: skip
         self._cors_origins = http_settings.cors_origins
         self._http: HttpListener | None = None
         self._admin_calls = Guard(Role.ADMIN, keys, admin_token, whose="the administrator's")

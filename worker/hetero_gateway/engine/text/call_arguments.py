@@ -149,7 +149,7 @@ def json_value(text: str, types: frozenset[str]) -> str:
     bare = text.strip()
     bare = _PYTHON.get(bare, bare)
     try:
-        found = json.loads(bare)
+        found = json.loads(bare, parse_constant=int)  # which takes neither NaN nor Infinity
     except (ValueError, RecursionError):
         return f'"{json_string(text)}"'
     if "string" in types and not types & _types_of_value(found):

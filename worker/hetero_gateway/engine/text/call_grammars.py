@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from hetero_gateway.engine.errors import InvalidRequest
 from hetero_gateway.engine.request import Constraint, ConstraintKind
 from hetero_gateway.engine.text.answer_formats import AnswerFormat, CallFormat, Writing
 from hetero_gateway.engine.text.call_arguments import types_of
@@ -133,6 +134,8 @@ class _Grammar(LarkRules):
         if "pattern" in schema and not {"enum", "const"} & set(schema):
             return self.rule("/[^<]*/")
         texts = schema["enum"] if "enum" in schema else [schema["const"]]
+        if not isinstance(texts, list):
+            raise InvalidRequest("tools", f"enum must be a list, not {texts!r:.80}")
         return self.rule(" | ".join(json.dumps(str(text)) for text in texts))
 
     def _named(self, text: str, name: str) -> str:

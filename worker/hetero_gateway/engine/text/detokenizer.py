@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Final, Protocol
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
@@ -88,17 +89,17 @@ class WindowText:
 class _Pattern:
     """A stop string, and the number of its first characters that the text now ends with."""
 
-    __slots__ = ("_fallback", "matched", "text")
+    __slots__ = ("fallback", "matched", "text")
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.matched = 0
-        self._fallback = _fallbacks(text)
+        self.fallback = _fallbacks(text)
 
     def advance(self, character: str) -> bool:
         """Add a character; return whether the text now ends with the whole stop string."""
         while self.matched and self.text[self.matched] != character:
-            self.matched = self._fallback[self.matched - 1]
+            self.matched = self.fallback[self.matched - 1]
         if self.text[self.matched] == character:
             self.matched += 1
         return self.matched == len(self.text)
@@ -115,21 +116,25 @@ class StopStrings:
         self._held = ""
         self.matched: str | None = None
 
-    def feed(self, text: str) -> str:
+    def feed(self, text: str, *, may_match: bool = True) -> str:
         """Add text, and return what can be shown now: no character that may belong to a stop string.
 
-        After a match `matched` names it and nothing is shown any more.
+        One that is complete where it may not match is text like any other. After a match `matched` names it and nothing
+        is shown any more.
         """
-        if self.matched is not None:
+        if self.matched is not None or not text:
             return ""
         if not self._patterns:
             return text
         pending = self._held + text
         for index, character in enumerate(text, start=len(self._held) + 1):
             for pattern in self._patterns:
-                if pattern.advance(character):
+                if not pattern.advance(character):
+                    continue
+                if may_match:
                     self.matched, self._held = pattern.text, ""
                     return pending[: index - len(pattern.text)]
+                pattern.matched = pattern.fallback[-1]
         shown = len(pending) - max(pattern.matched for pattern in self._patterns)
         self._held = pending[shown:]
         return pending[:shown]
@@ -160,6 +165,8 @@ class IncrementalDetokenizer:
         self, text: TextOfTokens, *, stop: Sequence[str], take_reasoning: Callable[[], str] = lambda: ""
     ) -> None:
         self._text = text
+        self.min_tokens = 0
+        """Tokens to come in whose text no stop string is met."""
         self.take_reasoning = take_reasoning
         self._stop = StopStrings(stop) if stop else None
 
@@ -175,15 +182,19 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens, and return the text to show now, possibly empty."""
-        text = self._text.push(token_ids)
-        return text if self._stop is None else self._stop.feed(text)
+        if self._stop is None:
+            return self._text.push(token_ids)
+        early, late = token_ids[: self.min_tokens], token_ids[self.min_tokens :]
+        self.min_tokens -= len(early)
+        return self._stop.feed(self._text.push(early), may_match=False) + self._stop.feed(self._text.push(late))
 
     def finish(self) -> str:
         """Return the rest, up to a stop string that may be met only now: no more tokens come."""
         text = self._text.flush()
-        return text if self._stop is None else self._stop.feed(text) + self._stop.flush()
+        return text if self._stop is None else self._stop.feed(text, may_match=not self.min_tokens) + self._stop.flush()
 
 
+@lru_cache(maxsize=256)  # a call's stop strings, for each of its completions
 def _fallbacks(text: str) -> list[int]:
     """Return, for each prefix of `text`, the length of its longest proper prefix that is its suffix too."""
     lengths = [0] * len(text)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Final, Self
 
 from hetero_api.api_keys import read_keys
-from hetero_api.errors import HeteroError
 from hetero_gateway.server.access.keys import KeyRing
 from hetero_gateway.server.access.tls import ServerTls, TlsFiles
 
@@ -25,7 +24,7 @@ LOOK_S: Final = 2.0
 
 
 class FileWatch:
-    """Files that `read` reads, again when one changes. It raises HeteroError or OSError, and then changes nothing."""
+    """Files that `read` reads, again when one changes. It may raise any error, and then changes nothing."""
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], None], *, look_s: float = LOOK_S) -> None:
         self._paths = tuple(paths)
@@ -47,10 +46,10 @@ class FileWatch:
         names = ", ".join(map(str, self._paths))
         try:
             await asyncio.to_thread(self._read)
-        except (HeteroError, OSError) as error:
-            if str(error) != self._problem:
+        except Exception as error:  # noqa: BLE001 — whatever a file holds, the gateway serves on
+            if repr(error) != self._problem:
                 logger.error("%s: cannot be used, so what was read before stays in force: %s", names, error)
-            self._problem = str(error)
+            self._problem = repr(error)
         else:
             self._problem = ""
             logger.info("%s: changed, and was read again", names)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from hetero_api.api_keys import Limits
+from hetero_gateway.engine.errors import InvalidRequest
 from hetero_gateway.server.access.principals import Principal
 from hetero_gateway.server.errors import LimitExceeded
 
@@ -65,8 +66,10 @@ class Meter:
             self._calls.take(1)
 
     def begin(self, *, completions: int, prompt_tokens: int) -> None:
-        """Count a request that begins. Raises LimitExceeded, and then counts nothing."""
+        """Count a request that begins. Raises LimitExceeded or InvalidRequest, and then counts nothing."""
         most = self.limits.concurrent_completions
+        if most is not None and completions > most:
+            raise InvalidRequest("sampling.n", f"must be at most {most} with this key, not {completions}")
         if most is not None and self.running + completions > most:
             self._check(_CONCURRENCY_RETRY_S, f"{most} completions at a time")
         if self._tokens is not None:

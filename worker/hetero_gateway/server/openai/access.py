@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hetero_api.contract import AUTHORIZATION_KEY
@@ -49,11 +48,13 @@ class GuardedApplication:
         if failure is None:
             await self._application(scope, receive, send)
         else:
-            answer = JSONResponse(failure.body(), status_code=failure.status, headers=dict(failure.headers))
-            await answer(scope, receive, send)
+            await failure.response()(scope, receive, send)
 
     def _failure(self, scope: Scope) -> Failure | None:
         """Return the answer to a call that is refused; None for one that is let in."""
+        if not scope["path"].isprintable():
+            # A route's expression matches before a newline at the end, too, but guards are looked up by the whole path.
+            return Failure(400, "invalid_request_error", "the path has a character that cannot be printed")
         try:
             guard = self._guards.get(scope["path"], self._guard)
             note_arrival(Headers(scope=scope).items())

@@ -6,14 +6,18 @@ Errors become HTTP statuses and error objects here, the one place of this door w
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, ClassVar, Final, NamedTuple
 
 from pydantic import ValidationError
+from starlette.responses import JSONResponse, Response
 
 from hetero_api.errors import HeteroError
 from hetero_api.v1 import inference_pb2 as pb
@@ -35,6 +39,38 @@ from hetero_gateway.server.openai.requests import body_field
 Json = dict[str, Any]
 TokenBytes = Callable[[int], bytes]
 """The bytes of a token's text."""
+MANY_POSITIONS: Final = 64
+"""With all their likeliest tokens they take a few milliseconds."""
+MOST_LOGPROBS: Final = 21
+"""Of a position."""
+_encode: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+async def answer_of(make: Callable[[], Json], *, num_numbers: int) -> Response:
+    """Return the answer that `make` makes, of about so many numbers; if many, it is made in a thread."""
+    if num_numbers <= MANY_POSITIONS * MOST_LOGPROBS:
+        text = _encode(make()).encode()
+    else:
+        text = await asyncio.to_thread(lambda: b"".join(piece.encode() for piece in _pieces(make())))
+    return Response(text, media_type="application/json")
+
+
+def _pieces(value: Any, depth: int = 4) -> Iterator[str]:
+    """Yield JSON text. The encoder in C lets no other thread run, so it gets a part of a long list at a time."""
+    if isinstance(value, dict) and value and depth:
+        for number, (key, each) in enumerate(value.items()):
+            yield f"{',' if number else '{'}{_encode(key)}:"
+            yield from _pieces(each, depth - 1)
+        yield "}"
+    elif isinstance(value, list) and value:
+        has_parts = depth > 0 and isinstance(value[0], dict)
+        for begin in range(0, len(value), 1 if has_parts else MANY_POSITIONS):
+            yield "," if begin else "["
+            listed = value[begin : begin + MANY_POSITIONS]
+            yield from _pieces(value[begin], depth - 1) if has_parts else (_encode(listed)[1:-1],)
+        yield "]"
+    else:
+        yield _encode(value)
 
 
 class Position(NamedTuple):
@@ -102,6 +138,8 @@ class ResponseFormatter(ABC):
         self._model = model
         self._token_bytes = token_bytes
         self._with_logprobs = with_logprobs
+        self._num_chars: Counter[int] = Counter()
+        """Characters of the tokens of each choice so far."""
 
     def whole(self, choices: Iterable[Choice], usage: Json) -> Json:
         """Return the answer of a call that does not stream."""
@@ -136,8 +174,8 @@ class ResponseFormatter(ABC):
         """Return the part of a chunk with a piece."""
 
     @abstractmethod
-    def logprobs(self, positions: Sequence[Position]) -> Json:
-        """Return the log-probabilities of a choice's tokens."""
+    def logprobs(self, index: int, positions: Sequence[Position]) -> Json:
+        """Return the log-probabilities of a choice's next tokens."""
 
     def _chunk(
         self,
@@ -153,7 +191,7 @@ class ResponseFormatter(ABC):
     def _choice(
         self, index: int, part: Json, positions: Sequence[Position] | None, finished: pb.Finished | None, *, calls: bool
     ) -> Json:
-        shown = None if positions is None or not self._with_logprobs else self.logprobs(positions)
+        shown = None if positions is None or not self._with_logprobs else self.logprobs(index, positions)
         choice = {"index": index, **part, "logprobs": shown}
         if finished is None:
             return choice | {"finish_reason": None}
@@ -198,7 +236,7 @@ class ChatFormatter(ResponseFormatter):
                 delta = {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
         return {"delta": delta}
 
-    def logprobs(self, positions: Sequence[Position]) -> Json:
+    def logprobs(self, index: int, positions: Sequence[Position]) -> Json:  # noqa: ARG002
         """See `ResponseFormatter.logprobs`."""
         return {"content": [self._position(p.logprobs) for p in positions if p.logprobs is not None], "refusal": None}
 
@@ -228,15 +266,16 @@ class CompletionFormatter(ResponseFormatter):
         """See `ResponseFormatter.delta_part`. The answer is text alone: no calls are read from it."""
         return {"text": piece.text if isinstance(piece, Content | Reasoning) else ""}
 
-    def logprobs(self, positions: Sequence[Position]) -> Json:
+    def logprobs(self, index: int, positions: Sequence[Position]) -> Json:
         """See `ResponseFormatter.logprobs`."""
         tokens = [self._text(position.token_id) for position in positions]
+        # Where each token's text begins, in characters from the first of the choice.
+        *offsets, self._num_chars[index] = accumulate(map(len, tokens), initial=self._num_chars[index])
         return {
             "tokens": tokens,
             "token_logprobs": [None if p.logprobs is None else p.logprobs.logprob for p in positions],
             "top_logprobs": [None if p.logprobs is None else self._top(p.logprobs) for p in positions],
-            # Where each token's text begins, in characters from the first of these.
-            "text_offset": [0, *accumulate(map(len, tokens))][: len(tokens)],
+            "text_offset": offsets,
         }
 
     def _top(self, logprobs: TokenLogprobs) -> dict[str, float]:
@@ -276,7 +315,7 @@ class Failure(Exception):
         self._error = {"message": message, "type": kind, "param": param, "code": code}
 
     @property
-    def headers(self) -> Mapping[str, str]:
+    def _headers(self) -> Mapping[str, str]:
         """Return headers for clients that may try again, or have to show a key."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
@@ -285,6 +324,10 @@ class Failure(Exception):
     def body(self) -> dict[str, Any]:
         """Return the API's error object."""
         return {"error": self._error}
+
+    def response(self) -> Response:
+        """Return the answer."""
+        return JSONResponse(self.body(), status_code=self.status, headers=self._headers)
 
 
 _STATUSES: Final[Mapping[type[HeteroError], tuple[int, str, str]]] = {
@@ -311,7 +354,8 @@ def failure_of(error: Exception) -> Failure | None:
         return _invalid(text, body_field(error.violations[0].field))
     if isinstance(error, InvalidRequest):
         field = body_field(error.field)
-        return _invalid(f"{field}: {error.problem}", field)
+        code = "context_length_exceeded" if error.is_too_long else None
+        return _invalid(f"{field}: {error.problem}", field, code)
     if isinstance(error, LimitExceeded):
         after_s = error.retry_after_s
         return Failure(429, "rate_limit_error", str(error), code="rate_limit_exceeded", retry_after_s=after_s)
@@ -324,8 +368,8 @@ def failure_of(error: Exception) -> Failure | None:
     return Failure(status, kind, str(error), code=code)
 
 
-def _invalid(message: str, param: str) -> Failure:
-    return Failure(400, "invalid_request_error", message, param=param)
+def _invalid(message: str, param: str, code: str | None = None) -> Failure:
+    return Failure(400, "invalid_request_error", message, param=param, code=code)
 
 
 def _malformed(error: ValidationError) -> Failure:

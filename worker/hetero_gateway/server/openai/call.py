@@ -9,14 +9,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
+
+from starlette.responses import Response
 
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1.logprobs_pb2 import TokenLogprobs
+from hetero_gateway.engine.errors import InvalidRequest
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.stream import RequestStream
 from hetero_gateway.engine.text.answer_parser import AnswerParser, CallStart, Content, Piece, Reasoning
-from hetero_gateway.server.openai.answers import Choice, Json, Position, ResponseFormatter
+from hetero_gateway.server.openai.answers import (
+    MANY_POSITIONS,
+    MOST_LOGPROBS,
+    Choice,
+    Json,
+    Position,
+    ResponseFormatter,
+    answer_of,
+)
+
+MAX_ECHOED: Final = 1 << 20
+"""Log-probabilities of prompts that a call may have repeated: some 30 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +86,22 @@ class Part:
         known = [None, *logprobs] if logprobs else [None] * len(tokens)
         positions = [Position(token, each) for token, each in zip(tokens, known, strict=True)]
         text = decode(tokens)
-        return (Said(index, [Content(text)], list(positions)) for index in self.choices)
+        return (Said(index, [Content(text)], positions) for index in self.choices)
 
     def _positions(self, event: pb.Delta) -> list[Position]:
         if not event.logprobs:
             return []
         pairs = zip(event.token_ids, event.logprobs, strict=True)
         return [Position(token, known) for token, known in pairs if token not in self._ending_tokens]
+
+
+def check_echo(asked: Sequence[GenerationRequest]) -> None:
+    """Raise InvalidRequest if a call would have more than MAX_ECHOED log-probabilities of its prompts repeated."""
+    echoed = [each for each in asked if each.sampling.HasField("num_prompt_logprobs")]
+    number = sum(each.n * len(each.prompt_token_ids) * (1 + each.sampling.num_prompt_logprobs) for each in echoed)
+    if number > MAX_ECHOED:
+        problem = f"with n and logprobs repeats {number} log-probabilities of prompts; at most {MAX_ECHOED} are allowed"
+        raise InvalidRequest("echo", problem)
 
 
 class Call:
@@ -98,7 +121,7 @@ class Call:
         for part in self._parts:
             part.stream.cancel()
 
-    async def whole(self) -> Json:
+    async def whole(self) -> Response:
         """Return the whole answer. Raises the error that a request ends with."""
         choices = {index: Choice(index) for part in self._parts for index in part.choices}
         async for event in self._events():
@@ -107,7 +130,8 @@ class Call:
                 choice.finished = event
             else:
                 choice.add(event.pieces, event.positions)
-        return self._formatter.whole(choices.values(), self._usage())
+        num_numbers = MOST_LOGPROBS * sum(len(each.positions) for each in choices.values())
+        return await answer_of(lambda: self._formatter.whole(choices.values(), self._usage()), num_numbers=num_numbers)
 
     async def chunks(self, *, usage_at_end: bool, usage_in_all: bool) -> AsyncIterator[Json]:
         """Yield the answer as it comes. Raises the error that a request ends with."""
@@ -130,11 +154,17 @@ class Call:
                 calling.add(event.index)
             for chunk in self._deltas(event):
                 yield chunk
+                if len(event.positions) > MANY_POSITIONS:
+                    await asyncio.sleep(0)  # others take their turns between chunks that take long
 
     def _deltas(self, said: Said) -> Iterator[Json]:
-        """Yield a chunk for each piece; the tokens come with the first, or in a chunk without text."""
-        for number, piece in enumerate(said.pieces or ([Content("")] if said.positions else [])):
-            yield self._formatter.delta(said.index, piece, [] if number else said.positions)
+        """Yield a chunk for each piece; tokens come with the first, or, also those beyond many, in one without text."""
+        begins = range(0, max(1, len(said.positions)), MANY_POSITIONS)
+        first, *rest = (said.positions[begin : begin + MANY_POSITIONS] for begin in begins)
+        for number, piece in enumerate(said.pieces or ([Content("")] if first else [])):
+            yield self._formatter.delta(said.index, piece, [] if number else first)
+        for positions in rest:
+            yield self._formatter.delta(said.index, Content(""), positions)
 
     async def _events(self) -> AsyncIterator[Said | pb.Finished]:
         """Yield text and ends of the choices; a prompt that is echoed comes first."""

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from pydantic import model_validator
+from starlette.responses import Response
 
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.errors import EngineUnavailable
 from hetero_gateway.server.access.intake import Intake
 from hetero_gateway.server.errors import InvalidArguments, Violation
-from hetero_gateway.server.openai.answers import Json
+from hetero_gateway.server.openai.answers import Json, answer_of
 from hetero_gateway.server.openai.requests import set_prompt
 from hetero_gateway.server.openai.schema import Listed, prompts_of
 from hetero_gateway.server.openai.tokens import TokensBody
@@ -127,16 +128,19 @@ class EmbeddingsBody(TokensBody):
         return requests
 
 
-async def embeddings(body: EmbeddingsBody, *, embedder: Embedder, model: str) -> Json:
+async def embeddings(body: EmbeddingsBody, *, embedder: Embedder, model: str) -> Response:
     """Return the answer to a call. Raises as `Embedder.embed` does."""
     made = await embedder.embed(body.requests(), _POOLING[body.pooling])
-    data = [
-        {"object": "embedding", "index": index, "embedding": _encoded(each.values, body.encoding_format)}
-        for index, each in enumerate(made)
-    ]
-    num_tokens = sum(each.num_tokens for each in made)
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return {"object": "list", "data": data, "model": model, "usage": usage}
+    usage = dict.fromkeys(("prompt_tokens", "total_tokens"), sum(each.num_tokens for each in made))
+
+    def answer() -> Json:
+        data = [
+            {"object": "embedding", "index": index, "embedding": _encoded(each.values, body.encoding_format)}
+            for index, each in enumerate(made)
+        ]
+        return {"object": "list", "data": data, "model": model, "usage": usage}
+
+    return await answer_of(answer, num_numbers=sum(len(each.values) for each in made))
 
 
 def _encoded(values: list[float], encoding: str) -> list[float] | str:

@@ -42,9 +42,10 @@ from hetero_gateway.server.openai.answers import (
     Failure,
     Json,
     ResponseFormatter,
+    answer_of,
     failure_of,
 )
-from hetero_gateway.server.openai.call import Call, Part
+from hetero_gateway.server.openai.call import Call, Part, check_echo
 from hetero_gateway.server.openai.embeddings import Embedder, EmbeddingsBody, embeddings
 from hetero_gateway.server.openai.http_server import RequestBodies, client_gone
 from hetero_gateway.server.openai.page import Page
@@ -60,6 +61,7 @@ from hetero_gateway.server.openai.schema import (
 )
 from hetero_gateway.server.openai.tokens import DetokenizeBody, TokenizeBody, TokensBody
 from hetero_gateway.server.reading import RequestReader
+from hetero_gateway.server.validation import MAX_REQUEST_ID_CHARS
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +84,8 @@ _DOORS: Final = (
 
 A = TypeVar("A", bound=Body)
 B = TypeVar("B", bound=Generation)
-T = TypeVar("T", bound=TokensBody)
+_Requests = Callable[[B, str], list[pb.GenerateRequest]]
+"""Makes the requests of a body, under an id."""
 
 
 class OpenAiEndpoint:
@@ -166,11 +169,11 @@ class OpenAiEndpoint:
         return await self._answer(request, CompletionBody, completion_requests, CompletionFormatter)
 
     async def _embeddings(self, request: Request) -> Response:
-        async def answer(body: EmbeddingsBody) -> Json:
+        async def answer(body: EmbeddingsBody) -> Response:
             work = embeddings(body, embedder=self._embedder, model=self._name)
             return await _unless_gone(request, work)
 
-        return await self._answer_tokens(request, EmbeddingsBody, answer)
+        return await self._answer_body(request, EmbeddingsBody, answer)
 
     async def _models(self, request: Request) -> Response:  # noqa: ARG002
         adapters = [self._adapter_object(adapter) for adapter in self._adapters]
@@ -185,34 +188,20 @@ class OpenAiEndpoint:
             await self._rpcs.load_adapter(asked)
             return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-        return await self._answer_adapters(request, LoadAdapterBody, answer)
+        return await self._answer_body(request, LoadAdapterBody, answer)
 
     async def _unload_adapter(self, request: Request) -> Response:
         async def answer(body: UnloadAdapterBody) -> Response:
             await self._rpcs.unload_adapter(admin_pb2.UnloadAdapterRequest(name=body.lora_name))
             return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
-        return await self._answer_adapters(request, UnloadAdapterBody, answer)
-
-    async def _answer_adapters(
-        self, request: Request, kind: type[A], answer: Callable[[A], Awaitable[Response]]
-    ) -> Response:
-        """Answer a call about adapters: read its body as `kind`, and return what `answer` makes of it."""
-
-        async def respond(ticket: _Ticket, cleanup: ExitStack) -> Response:  # noqa: ARG001
-            async with self._bodies.received(request) as data:
-                body = await self._reader.run(lambda: parse_body(kind, data, ticket.ignored), cost=len(data))
-            response = await answer(body)
-            ticket.outcome = "200"
-            return response
-
-        return await self._accounted(request, respond)
+        return await self._answer_body(request, UnloadAdapterBody, answer)
 
     async def _model(self, request: Request) -> Response:
         try:
             adapter = self._adapter_of(request.path_params["model"])
         except Failure as failure:
-            return _refusal(failure)
+            return failure.response()
         return JSONResponse(self._model_object if adapter is None else self._adapter_object(adapter))
 
     async def _health(self, request: Request) -> Response:  # noqa: ARG002
@@ -225,25 +214,30 @@ class OpenAiEndpoint:
         return JSONResponse({"version": VERSION})
 
     async def _tokenize(self, request: Request) -> Response:
-        async def answer(body: TokenizeBody) -> Json:
+        async def answer(body: TokenizeBody) -> Response:
             tokens = [*await self._reader.tokenize(body.request())]
-            return {"count": len(tokens), "max_model_len": self._model_object["max_model_len"], "tokens": tokens}
+            told = {"count": len(tokens), "max_model_len": self._model_object["max_model_len"], "tokens": tokens}
+            return await answer_of(lambda: told, num_numbers=len(tokens))
 
-        return await self._answer_tokens(request, TokenizeBody, answer)
+        return await self._answer_body(request, TokenizeBody, answer)
 
     async def _detokenize(self, request: Request) -> Response:
-        async def answer(body: DetokenizeBody) -> Json:
-            return {"prompt": await self._reader.detokenize(body.request())}
+        async def answer(body: DetokenizeBody) -> Response:
+            told = {"prompt": await self._reader.detokenize(body.request())}
+            return await answer_of(lambda: told, num_numbers=len(body.tokens))
 
-        return await self._answer_tokens(request, DetokenizeBody, answer)
+        return await self._answer_body(request, DetokenizeBody, answer)
 
-    async def _answer_tokens(self, request: Request, kind: type[T], answer: Callable[[T], Awaitable[Json]]) -> Response:
-        """Answer a call about tokens: read its body as `kind`, and return what `answer` makes of it."""
+    async def _answer_body(
+        self, request: Request, kind: type[A], answer: Callable[[A], Awaitable[Response]]
+    ) -> Response:
+        """Answer a call that asks for no completions: read its body as `kind`, and return what `answer` returns."""
 
         async def respond(ticket: _Ticket, cleanup: ExitStack) -> Response:  # noqa: ARG001
             async with self._bodies.received(request) as data:
                 body = await self._reader.run(lambda: parse_body(kind, data, ticket.ignored), cost=len(data))
-                if body.model is not None and self._adapter_of(body.model) is not None and kind is EmbeddingsBody:
+                asked = body.model if isinstance(body, TokensBody) else None
+                if asked is not None and self._adapter_of(asked) is not None and kind is EmbeddingsBody:
                     raise Failure(400, "invalid_request_error", "model: adapters make no embeddings", param="model")
                 return ticket.whole(await answer(body))
 
@@ -265,7 +259,7 @@ class OpenAiEndpoint:
             except ClientDisconnect:
                 return Response(status_code=CLIENT_CLOSED)
             except Exception as error:  # noqa: BLE001 — the call's top: any error is answered
-                return _refusal(ticket.failure(error))
+                return ticket.failure(error).response()
 
     def _adapter_of(self, asked: str) -> Adapter | None:
         """Return the adapter that is meant; None: the model itself. Raises Failure when another model is meant."""
@@ -281,11 +275,7 @@ class OpenAiEndpoint:
     # --- one call ---------------------------------------------------------------------------------------
 
     async def _answer(
-        self,
-        request: Request,
-        kind: type[B],
-        requests: Callable[[B, str], list[pb.GenerateRequest]],
-        formatter: type[ResponseFormatter],
+        self, request: Request, kind: type[B], requests: _Requests[B], formatter: type[ResponseFormatter]
     ) -> Response:
         """Answer one call: read its body as `kind`, submit its `requests`, and answer in the form of `formatter`.
 
@@ -293,8 +283,10 @@ class OpenAiEndpoint:
         """
 
         async def respond(ticket: _Ticket, cleanup: ExitStack) -> Response:
-            body, asked = await self._read(request, kind, requests, ticket)
-            parts = self._submit(asked, self._asked_answer(body))
+            with ExitStack() as held:
+                body, asked = await self._read(request, kind, requests, ticket, held)
+                check_echo(asked)
+                parts = self._submit(asked, self._asked_answer(body))
             for part in parts:
                 cleanup.callback(part.stream.cancel)
             name = self._shown_name(body.model)
@@ -312,18 +304,28 @@ class OpenAiEndpoint:
         return await self._accounted(request, respond)
 
     async def _read(
-        self, request: Request, kind: type[B], requests: Callable[[B, str], list[pb.GenerateRequest]], ticket: _Ticket
+        self, request: Request, kind: type[B], requests: _Requests[B], ticket: _Ticket, held: ExitStack
     ) -> tuple[B, list[GenerationRequest]]:
-        """Return the body and the engine's requests. Raises Failure, ValidationError, InvalidArguments and others."""
+        """Return the body and the engine's requests, whose adapter stays loaded until `held` is closed.
+
+        Raises Failure, ValidationError, InvalidArguments and others.
+        """
         async with self._bodies.received(request) as data:
             body = await self._reader.run(lambda: parse_body(kind, data, ticket.ignored), cost=len(data))
             adapter = self._adapter_of(body.model)
-            ticket.call_id = body.request_id or ticket.call_id
-            messages = await self._reader.run(lambda: requests(body, ticket.call_id), cost=len(data))
+            if body.request_id:
+                ticket.call_id = ticket.engine_id = body.request_id
+            messages = await self._reader.run(lambda: requests(body, ticket.engine_id), cost=len(data))
             for message in messages:
                 message.model = "" if adapter is None else adapter.name
             answer = self._asked_answer(body)
-            return body, [await self._reader.read(message, answer=answer) for message in messages]
+            asked = []
+            for message in messages:
+                each = await self._reader.read(message, answer=answer)
+                if each.adapter:
+                    held.callback(self._adapters.begin(each.adapter))
+                asked.append(each)
+            return body, asked
 
     def _shown_name(self, asked: str) -> str:
         return self._name if asked == self._root else asked
@@ -379,7 +381,10 @@ class _Ticket(Account):
         self, call_id: str | None, ignored: IgnoredFields, metrics: GatewayMetrics, in_flight: InFlight
     ) -> None:
         super().__init__(in_flight, metrics.http_calls, outcome=str(CLIENT_CLOSED))
-        self.call_id = call_id or uuid.uuid4().hex
+        own = uuid.uuid4().hex
+        self.call_id = call_id[:MAX_REQUEST_ID_CHARS] if call_id else own
+        self.engine_id = f"{call_id[: MAX_REQUEST_ID_CHARS // 2]}-{own}" if call_id else own
+        """A header's id names calls in logs, and several calls may have one; the engine's are unique."""
         self.ignored = ignored
 
     def headers(self) -> dict[str, str]:
@@ -387,9 +392,9 @@ class _Ticket(Account):
         names = self.ignored.header()
         return {REQUEST_ID_HEADER: self.call_id} | ({IGNORED_HEADER: names} if names else {})
 
-    def whole(self, answer: Json) -> Response:
-        """Return a whole answer, which is a good outcome."""
-        response = JSONResponse(answer, headers=self.headers())
+    def whole(self, response: Response) -> Response:
+        """Return a whole answer, which is a good outcome, with the call's headers."""
+        response.headers.update(self.headers())
         self.outcome = "200"
         return response
 
@@ -430,7 +435,7 @@ async def _events(call: Call, options: StreamOptions, ticket: _Ticket) -> AsyncI
         yield _event(ticket.failure(error).body())
 
 
-async def _unless_gone(request: Request, answer: Coroutine[Any, Any, Json]) -> Json:
+async def _unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
     """Return the answer. Raises ClientDisconnect if the client goes away first, or the error that ends the answer."""
     answering = asyncio.create_task(answer)
     leaving = asyncio.ensure_future(client_gone(request))
@@ -448,11 +453,7 @@ def _event(data: Json) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-def _refusal(failure: Failure) -> Response:
-    return JSONResponse(failure.body(), status_code=failure.status, headers=dict(failure.headers))
-
-
 async def _wrong_door(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
     text = f"{request.method} {request.url.path} is not served; there is {_DOORS}"
-    return _refusal(Failure(status, "invalid_request_error", text, code="not_found"))
+    return Failure(status, "invalid_request_error", text, code="not_found").response()

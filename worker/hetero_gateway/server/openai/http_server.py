@@ -30,6 +30,8 @@ MAX_HEAD_BYTES: Final = 16 * 1024
 HEAD_TIMEOUT_S: Final = 10.0
 """From the connection, or from the first byte of a further request, to the end of its head."""
 MAX_BODY_BYTES: Final = 8 * 1024 * 1024
+READ_TIMEOUT_S: Final = 60.0
+"""From the moment when a connection holds more of an answer than it should until its client has read most of that."""
 BODY_TIMEOUT_S: Final = 60.0
 """From a request's head to the end of its body."""
 MAX_BODIES_BYTES: Final = 128 * 1024 * 1024
@@ -41,9 +43,10 @@ _KEEP_ALIVE_S: Final = 30
 
 
 class _BoundedProtocol(H11Protocol):
-    """One connection, closed when its request's head is too long or does not come in time."""
+    """One connection, closed when its request's head is too long or late, or its client does not read."""
 
     _waiting: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type] # uvicorn narrows it
@@ -63,6 +66,16 @@ class _BoundedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop_waiting()
+        self.resume_writing()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(READ_TIMEOUT_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
 
     def _watch(self) -> None:
         """Time the wait for a head, if there is one and it is not timed yet."""
@@ -144,6 +157,9 @@ class HttpListener:
         _, pending = await asyncio.wait((self._serving,), timeout=grace_s)
         if pending:
             self._server.force_exit = True
+            # From Python 3.12 on a server that closes waits for all connections, also of clients that do not read.
+            for connection in list(self._server.server_state.connections):
+                connection.transport.abort()
             await self._serving
 
 

@@ -21,6 +21,7 @@ from hetero_gateway.server.openai.schema import (
     StructuredOutputs,
     Tool,
 )
+from hetero_gateway.server.sampling_params import ANY_OBJECT, SEED_SPACE
 
 _OTHERWISE: Final = {"seed", "top_k", "max_tokens", "logprobs"}
 """Fields that mean something else here, or are named otherwise in one of the bodies."""
@@ -29,8 +30,6 @@ _AS_THEY_ARE: Final = tuple(
     for field in pb.SamplingParams.DESCRIPTOR.fields
     if field.has_presence and field.name in Generation.model_fields and field.name not in _OTHERWISE
 )
-_SEED_SPACE: Final = 1 << 64
-_ANY_OBJECT: Final = '{"type": "object"}'
 
 
 def chat_requests(body: ChatBody, request_id: str) -> list[pb.GenerateRequest]:
@@ -99,7 +98,7 @@ def _request(body: Generation, *, request_id: str) -> pb.GenerateRequest:
     if body.top_k is not None:
         _set(sampling, "top_k", max(body.top_k, 0) if body.top_k >= -1 else body.top_k)
     if body.seed is not None:
-        sampling.seed = body.seed % _SEED_SPACE
+        sampling.seed = body.seed % SEED_SPACE
     sampling.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop or ())
     _try("stop_token_ids", lambda: sampling.stop_token_ids.extend(body.stop_token_ids or ()))
     biases = (body.logit_bias or {}).items()
@@ -114,7 +113,7 @@ def _request(body: Generation, *, request_id: str) -> pb.GenerateRequest:
 
 def _constrain_response(sampling: pb.SamplingParams, form: ResponseFormat) -> None:
     if form.type == "json_object":
-        sampling.json_schema = _ANY_OBJECT
+        sampling.json_schema = ANY_OBJECT
     elif form.json_schema is not None:
         sampling.json_schema = json.dumps(form.json_schema.schema_)
 

@@ -16,9 +16,8 @@ from hetero_api.v1.logprobs_pb2 import TokenLogprobs
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.text.structural_tags import structural_grammar
 from hetero_gateway.server.errors import InvalidArguments, Violation
+from hetero_gateway.server.sampling_params import ANY_OBJECT, SEED_SPACE
 
-_ANY_OBJECT: Final = '{"type": "object"}'
-_SEED_SPACE: Final = 1 << 64
 _ALL: Final = (1 << 32) - 1
 """top_k of -1, which means all, in an unsigned field."""
 _UNSERVED: Final = (
@@ -80,7 +79,7 @@ def _set_sampling(ours: pb.SamplingParams, params: vllm.SamplingParams) -> None:
     if params.top_k:
         ours.top_k = params.top_k if params.top_k != _ALL else 0
     if params.HasField("seed"):
-        ours.seed = params.seed % _SEED_SPACE
+        ours.seed = params.seed % SEED_SPACE
     ours.stop.extend(params.stop)
     ours.stop_token_ids.extend(params.stop_token_ids)
     for token_id, bias in params.logit_bias.items():
@@ -101,7 +100,7 @@ def _set_constraint(ours: pb.SamplingParams, params: vllm.SamplingParams, specia
         case "json_schema":
             ours.json_schema = params.json_schema
         case "json_object":
-            ours.json_schema = _ANY_OBJECT
+            ours.json_schema = ANY_OBJECT
         case "regex":
             ours.regex = params.regex
         case "grammar":

@@ -45,12 +45,7 @@ class VllmEngineServicer:
     """The service's methods, under its names. Made on the loop that runs it, before the engine serves."""
 
     def __init__(self, parts: RouterParts, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._core = parts.core
-        self._intake = parts.intake
-        self._reader = parts.reader
-        self._metrics = parts.metrics
-        self._in_flight = parts.in_flight
-        self._model = parts.model
+        self._parts = parts
         self._clock = clock
         self._started_s = clock()
         self._last_received_s = 0.0
@@ -65,14 +60,14 @@ class VllmEngineServicer:
 
     async def Generate(self, data: bytes, context: Context) -> AsyncIterator[vllm.GenerateResponse]:  # noqa: N802
         """Stream completions of one prompt."""
-        account = Account(self._in_flight, self._metrics.requests, outcome=grpc.StatusCode.CANCELLED.name)
+        account = Account(self._parts.in_flight, self._parts.metrics.requests, outcome=grpc.StatusCode.CANCELLED.name)
         when_over(context, account.close)
         async with answering(context, "Generate", account):
             arrived_s = self._clock()
             self._last_received_s = time.time()
-            request = await self._reader.parse(vllm.GenerateRequest, data)
+            request = await self._parts.reader.parse(vllm.GenerateRequest, data)
             asked = await self._read(request, deadline_s=deadline_of(context, now=arrived_s))
-            stream = self._intake.submit(asked)
+            stream = self._parts.intake.submit(asked)
             when_over(context, stream.cancel)
             answers = Answers(asked, streams=request.stream)
             async for event in stream if request.stream else merged(stream):
@@ -84,14 +79,16 @@ class VllmEngineServicer:
 
     async def _read(self, request: vllm.GenerateRequest, *, deadline_s: float | None) -> GenerationRequest:
         """Return the engine's request. Raises InvalidArguments, InvalidRequest or QueueFull."""
-        ours = await self._reader.run(lambda: generate_request(request, self._special_ids), cost=request.ByteSize())
+        ours = await self._parts.reader.run(
+            lambda: generate_request(request, self._special_ids), cost=request.ByteSize()
+        )
         answer = None if request.sampling_params.grammar_from_first_token else AskedAnswer(self._answers)
-        return await self._reader.read(ours, deadline_s=deadline_s, answer=answer)
+        return await self._parts.reader.read(ours, deadline_s=deadline_s, answer=answer)
 
     async def Embed(self, data: bytes, context: Context) -> vllm.EmbedResponse:  # noqa: N802
         """Return the embedding of one prompt, made of its last token's hidden states."""
         async with answering(context, "Embed"):
-            request = await self._reader.parse(vllm.EmbedRequest, data)
+            request = await self._parts.reader.parse(vllm.EmbedRequest, data)
             ours = prompt_request(request.request_id, request.tokenized)
             (made,) = await self._embedder.embed([ours], ranks_pb2.POOLING_LAST)
             return vllm.EmbedResponse(
@@ -101,21 +98,21 @@ class VllmEngineServicer:
     async def Abort(self, data: bytes, context: Context) -> vllm.AbortResponse:  # noqa: N802
         """End requests that are in flight; those that are not have ended."""
         async with answering(context, "Abort"):
-            for request_id in (await self._reader.parse(vllm.AbortRequest, data)).request_ids:
-                self._intake.abort(request_id)
+            for request_id in (await self._parts.reader.parse(vllm.AbortRequest, data)).request_ids:
+                self._parts.intake.abort(request_id)
             return vllm.AbortResponse()
 
     # --- what the engine is -----------------------------------------------------------------------------
 
     async def HealthCheck(self, data: bytes, context: Context) -> vllm.HealthCheckResponse:  # noqa: N802, ARG002
         """Return whether requests are served now."""
-        is_serving = self._core.is_serving
+        is_serving = self._parts.core.is_serving
         return vllm.HealthCheckResponse(healthy=is_serving, message="serving" if is_serving else "not serving")
 
     async def GetModelInfo(self, data: bytes, context: Context) -> vllm.GetModelInfoResponse:  # noqa: N802, ARG002
         """Return the model's names and bounds."""
-        info, name = self._model.info, self._model.group_settings.name
-        defaults = MessageToDict(self._model.sampling_defaults, preserving_proto_field_name=True)
+        info, name = self._parts.model.info, self._parts.model.group_settings.name
+        defaults = MessageToDict(self._parts.model.sampling_defaults, preserving_proto_field_name=True)
         return vllm.GetModelInfoResponse(
             model_path=name,
             is_generation=True,
@@ -123,7 +120,7 @@ class VllmEngineServicer:
             vocab_size=info.vocab_size,
             served_model_name=name,
             tokenizer_path=name,
-            model_type=model_type(self._model.directory),
+            model_type=model_type(self._parts.model.directory),
             architectures=[info.architecture],
             eos_token_ids=info.eos_token_ids,
             max_req_input_len=info.max_model_len - 1,
@@ -132,24 +129,24 @@ class VllmEngineServicer:
 
     async def GetServerInfo(self, data: bytes, context: Context) -> vllm.GetServerInfoResponse:  # noqa: N802, ARG002
         """Return the server's state and its bounds."""
-        stats = self._core.stats()
+        stats = self._parts.core.stats()
         has_thought = self._answers.thought is not None
         return vllm.GetServerInfoResponse(
             active_requests=stats.running_requests + stats.waiting_requests,
-            is_paused=not self._core.is_serving,
+            is_paused=not self._parts.core.is_serving,
             last_receive_timestamp=self._last_received_s,
             uptime_seconds=self._clock() - self._started_s,
             server_type=SERVER_TYPE,
             data_parallel_size=1,
-            block_size=self._core.block_size,
-            model_dtype=self._model.info.dtype,
-            max_num_seqs=self._model.engine_config.max_num_seqs,
+            block_size=self._parts.core.block_size,
+            model_dtype=self._parts.model.info.dtype,
+            max_num_seqs=self._parts.model.engine_config.max_num_seqs,
             constrained_decoding_start=_BEHIND_THOUGHT if has_thought else "first_token",
         )
 
     async def GetLoads(self, data: bytes, context: Context) -> vllm.GetLoadsResponse:  # noqa: N802, ARG002
         """Return what the engine has to do."""
-        stats, size = self._core.stats(), self._core.block_size
+        stats, size = self._parts.core.stats(), self._parts.core.block_size
         prompt_tokens = stats.prompt_tokens + stats.cached_tokens
         usage = stats.used_blocks / stats.num_blocks if stats.num_blocks else 0.0
         load = vllm.SchedulerLoad(
@@ -159,10 +156,10 @@ class VllmEngineServicer:
             num_used_tokens=stats.used_blocks * size,
             max_total_num_tokens=stats.num_blocks * size,
             token_usage=usage,
-            gen_throughput=self._core.tokens_per_second,
+            gen_throughput=self._parts.core.tokens_per_second,
             cache_hit_rate=stats.cached_tokens / prompt_tokens if prompt_tokens else 0.0,
             utilization=usage,
-            max_running_requests=self._model.engine_config.max_num_seqs,
+            max_running_requests=self._parts.model.engine_config.max_num_seqs,
         )
         now = datetime.now(UTC).isoformat()
         return vllm.GetLoadsResponse(timestamp=now, version=VERSION, dp_rank_count=1, loads=[load])
@@ -171,7 +168,7 @@ class VllmEngineServicer:
         """Stream the archive of the tokenizer's files."""
         async with answering(context, "GetTokenizer"):
             if not self._tokenizer_chunks:
-                made = await self._reader.run(lambda: _archive(self._model), cost=_ARCHIVE_COST)
+                made = await self._parts.reader.run(lambda: _archive(self._parts.model), cost=_ARCHIVE_COST)
                 self._tokenizer_chunks = made
             for chunk in self._tokenizer_chunks:
                 yield chunk
@@ -181,13 +178,13 @@ class VllmEngineServicer:
     async def SubscribeKvEvents(self, data: bytes, context: Context) -> AsyncIterator[common.KvEventBatch]:  # noqa: N802
         """Stream what the prefix cache holds and how it changes."""
         async with answering(context, "SubscribeKvEvents"):
-            request = await self._reader.parse(common.SubscribeKvEventsRequest, data)
+            request = await self._parts.reader.parse(common.SubscribeKvEventsRequest, data)
             async for batch in self._cache_events.stream(request.start_sequence_number):
                 yield batch
 
     async def FlushCache(self, data: bytes, context: Context) -> common.FlushCacheResponse:  # noqa: N802, ARG002
         """Empty the prefix cache; requests in flight go on."""
-        self._core.forget_prefixes()
+        self._parts.core.forget_prefixes()
         return common.FlushCacheResponse(success=True, message="the prefix cache is empty")
 
     async def StartProfile(self, data: bytes, context: Context) -> NoReturn:  # noqa: N802, ARG002
