@@ -60,8 +60,9 @@ def held(scene: StatusScene) -> frozenset[str]:
 
 
 def replace_pod(scene: StatusScene) -> None:
-    """The StatefulSet controller replaces it."""
+    """The StatefulSet controller replaces it; the operator remembers one that had failed."""
     pod = copy.deepcopy(scene.pod(POD))
+    scene.world.failed_pods = [copy.deepcopy(pod)] if pod["status"]["phase"] == "Failed" else []
     pod["metadata"]["uid"] = f"{pod['metadata']['uid']}+"
     scene.world.pods[POD] = pod
     put(scene)
@@ -112,13 +113,16 @@ def test_restarts_of_all_containers_count_and_the_last_one_is_named() -> None:
 
 def test_the_pod_that_is_replaced_counts_once_for_all_its_ranks() -> None:
     scene = serving()
+    scene.put(POD, REFUSED)
     replace_pod(scene)
     told = scene.tell().status["restarts"]
-    assert (told["count"], told["lastReason"]) == (1, "ranks 0-1 (pod x-ranks-0): its pod was replaced")
+    assert told["count"] == 1
+    assert told["lastReason"].startswith("ranks 0-1 (pod x-ranks-0): the node refused the pod: TopologyAffinityError")
 
 
 def test_a_pod_that_is_refused_once_too_often_waits() -> None:
     scene = serving()
+    scene.put(POD, REFUSED)
     for _ in range(4):
         assert held(scene) == frozenset()
         scene.pass_time(1)
