@@ -15,7 +15,7 @@ import torch
 
 from hetero_worker.memory.streams import HOST
 from hetero_worker.sampling.request import SamplingRow
-from hetero_worker.sampling.shard import ShardDraws, draws_of_shard, take_rows
+from hetero_worker.sampling.shard import NoisyBest, ShardDraws, draws_of_shard, noisy_best, take_rows
 
 
 class PendingCopy(Protocol):
@@ -101,6 +101,9 @@ class HostSampler:
     name = "host"
     decides = False
 
+    def __init__(self, best_of: NoisyBest = noisy_best) -> None:
+        self._best_of = best_of
+
     def start(
         self,
         rows: Sequence[SamplingRow],
@@ -111,7 +114,7 @@ class HostSampler:
         unknown: UnknownTokens | None = None,  # noqa: ARG002
     ) -> StartedDraws:
         """As ShardSampler.start."""
-        return _HostDraws(rows, logits, begin)
+        return _HostDraws(rows, logits, begin, self._best_of)
 
     def to_host(self, logits: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
         """As ShardSampler.to_host."""
@@ -124,13 +127,14 @@ class _HostDraws:
     is_here = True
     token_ids = None
 
-    def __init__(self, rows: Sequence[SamplingRow], logits: torch.Tensor, begin: int) -> None:
+    def __init__(self, rows: Sequence[SamplingRow], logits: torch.Tensor, begin: int, best_of: NoisyBest) -> None:
         self._rows = rows
         self._logits = logits
         self._begin = begin
+        self._best_of = best_of
 
     def read(self) -> ShardDraws:
-        return draws_of_shard(self._logits.to(HOST), self._rows, self._begin)
+        return draws_of_shard(self._logits.to(HOST), self._rows, self._begin, best_of=self._best_of)
 
 
 HOST_SAMPLER: Final = HostSampler()
