@@ -44,7 +44,7 @@ class NativeOfThread:
         self, logits: torch.Tensor, temperatures: Sequence[float], keys: Sequence[NoiseKey], begin: int
     ) -> Float64Array:
         if not hasattr(self._own, "best"):
-            self._own.best = NativeBest(op_queue_of(2))
+            self._own.best = NativeBest(op_queue_of(1))
         best: NativeBest = self._own.best
         return best(logits, temperatures, keys, begin)
 
