@@ -22,7 +22,7 @@ from hetero_worker.sampling.device import DeviceSampler
 from hetero_worker.sampling.device_kernels import SamplingKernels, TorchSamplingKernels
 from hetero_worker.sampling.noise import NoiseKey
 from hetero_worker.sampling.request import SamplingRow
-from hetero_worker.sampling.shard import Float64Array, NativeBest
+from hetero_worker.sampling.shard import Float64Array, native_best
 from tests.support import sampling_reference
 from tests.support.native_compute import op_queue_of
 
@@ -35,7 +35,7 @@ def device_sampler(kernels: SamplingKernels | None = None) -> DeviceSampler:
 
 
 class NativeOfThread:
-    """NativeBest with a queue for each thread: ranks are threads here."""
+    """`native_best` with a queue for each thread: ranks are threads here."""
 
     def __init__(self) -> None:
         self._own = threading.local()
@@ -43,10 +43,9 @@ class NativeOfThread:
     def __call__(
         self, logits: torch.Tensor, temperatures: Sequence[float], keys: Sequence[NoiseKey], begin: int
     ) -> Float64Array:
-        if not hasattr(self._own, "best"):
-            self._own.best = NativeBest(op_queue_of(1))
-        best: NativeBest = self._own.best
-        return best(logits, temperatures, keys, begin)
+        if not hasattr(self._own, "queue"):
+            self._own.queue = op_queue_of(1)
+        return native_best(self._own.queue, logits, temperatures, keys, begin)
 
 
 class AlternatingSampler:

@@ -25,7 +25,7 @@ from hetero_worker.runners.recorded.sampling import MAX_STEPS, NativeSampling
 from hetero_worker.sampling import noise
 from hetero_worker.sampling.noise import COARSE, NoiseKey
 from hetero_worker.sampling.request import SequenceSampling
-from hetero_worker.sampling.shard import MAX_IDS, NativeBest, noisy_best
+from hetero_worker.sampling.shard import MAX_IDS, native_best, noisy_best
 from tests.support.examples import examples
 from tests.support.native_compute import TEAMS, compute_library, computing_with, op_queue_of
 from tests.support.sampling_reference import sampling_of
@@ -106,7 +106,7 @@ def assert_drawn(
     keys = [NoiseKey(seed - row, row * row) for row in range(len(x))]
     expected = noisy_best(torch.from_numpy(x), temperatures, keys, begin)
     for size, op_queue in op_queues.items():
-        best = NativeBest(op_queue)(torch.from_numpy(x), temperatures, keys, begin)
+        best = native_best(op_queue, torch.from_numpy(x), temperatures, keys, begin)
         np.testing.assert_array_equal(best, expected, err_msg=str(size))
 
 
@@ -168,7 +168,7 @@ def test_coarse_words_have_fractions(isa: str, op_queues: dict[int, OpQueue]) ->
             expected = noisy_best(torch.from_numpy(x), [1.0], [key], 0)
             assert words[int(expected[0, 1])] < COARSE
             for op_queue in op_queues.values():
-                np.testing.assert_array_equal(NativeBest(op_queue)(torch.from_numpy(x), [1.0], [key], 0), expected)
+                np.testing.assert_array_equal(native_best(op_queue, torch.from_numpy(x), [1.0], [key], 0), expected)
             found += 1
             if found == 3:
                 return

@@ -162,7 +162,7 @@ def _candidates(draw: Draw, counts: tuple[int, int]) -> list[ShardCandidates]:
     for count in counts:
         logits = torch.from_numpy(draw.logits[begin : begin + count])[None]
         scaled = scaled_logits(logits, [draw.row], [0], begin)
-        shards += candidates_of_shard(scaled, [draw.row], begin, counts=[draw.row.num_candidates(count)])
+        shards += candidates_of_shard(scaled, [draw.row], begin)
         begin += count
     return shards
 

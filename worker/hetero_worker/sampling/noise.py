@@ -39,16 +39,11 @@ TO_UNIFORM: Final = 2.0**-32 * (1 - 2.0**-24)
 ROUNDS: Final = 10
 MULTIPLIERS: Final = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 KEY_STEPS: Final = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
-LOG_FACTORS: Final = (
+_LOG_FACTORS: Final = (
     7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
     2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
 )  # fmt: skip
 """Of the logarithm's polynomial, the highest power's first."""
-LOG_TWO_HIGH: Final = 0.693359375
-LOG_TWO_LOW: Final = 2.12194440e-4
-"""What the other exceeds ln 2 by."""
-_ROOT_OF_HALF: Final = 0x3F3504F3
-"""Bits of a float32."""
 _HALF: Final = 32
 _HALF_MASK: Final = (1 << _HALF) - 1
 
@@ -202,13 +197,13 @@ def _log(x: torch.Tensor, *, near: torch.Tensor | None = None) -> torch.Tensor:
     With x = 2^n (1 + f) and |f| < 0.42 it is f - f^2/2 + f^3 p(f) + n ln 2 (Cephes' logf).
     """
     bits = x.view(torch.int32)
-    twos = (bits - _ROOT_OF_HALF) >> 23
+    twos = (bits - 0x3F3504F3) >> 23  # the bits of 1 / √2
     f = (bits - (twos << 23)).view(torch.float32) - 1.0
     if near is not None:
         f = torch.where(twos == 0, near, f)
-    p = f * LOG_FACTORS[0]
-    for factor in LOG_FACTORS[1:-1]:
+    p = f * _LOG_FACTORS[0]
+    for factor in _LOG_FACTORS[1:-1]:
         p = p.add_(factor).mul_(f)
     n, square = twos.float(), f * f
-    rest = p.add_(LOG_FACTORS[-1]).mul_(f * square).sub_(n * LOG_TWO_LOW).sub_(square * 0.5)
-    return rest.add_(f).add_(n * LOG_TWO_HIGH)
+    rest = p.add_(_LOG_FACTORS[-1]).mul_(f * square).sub_(n * 2.12194440e-4).sub_(square * 0.5)
+    return rest.add_(f).add_(n * 0.693359375)  # and what that exceeds ln 2 by, above

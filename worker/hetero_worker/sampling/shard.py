@@ -111,66 +111,103 @@ def noisy_best(
     """
     best = _best(logits, begin)
     for chunk in chunks_of([i for i, each in enumerate(temperatures) if each], logits.shape[1]):
-        divisors = torch.tensor([[temperatures[i]] for i in chunk], dtype=torch.float32)
-        scaled = take_rows(logits, chunk).div_(divisors)
+        scaled = take_rows(logits, chunk).div_(torch.tensor([[temperatures[i]] for i in chunk], dtype=torch.float32))
         scores = gumbel_noise([keys[i] for i in chunk], begin=begin, count=logits.shape[1]).add_(scaled)
         best[chunk] = _best(scores, begin)
     return best
 
 
-class NativeBest:
-    """NoisyBest by the native kernel: the same numbers to the last bit, many times as fast."""
-
-    def __init__(self, op_queue: OpQueue) -> None:
-        self._op_queue = op_queue
-
-    def __call__(
-        self, logits: torch.Tensor, temperatures: Sequence[float], keys: Sequence[NoiseKey], begin: int
-    ) -> Float64Array:
-        """As `noisy_best`."""
-        rows, columns = logits.shape
-        if begin + columns > MAX_IDS:
-            return noisy_best(logits, temperatures, keys, begin)
-        x, divisors = logits.contiguous(), np.array(temperatures, dtype=np.float32)
-        seeds = np.array([key.seed for key in keys], dtype=np.uint64)
-        before = np.array([key.position - 1 for key in keys], dtype=np.int64)
-        best = np.empty((rows, BEST_FIELDS), dtype=np.float32)
-        op = choose_op(rows, columns, x.data_ptr(), begin, 1, 0, best.ctypes.data)
-        op.scratch = self._op_queue.scratch(op)
-        op.temperatures, op.seeds, op.positions = divisors.ctypes.data, seeds.ctypes.data, before.ctypes.data
-        self._op_queue.submit(op)
-        return best.astype(np.float64)
+def native_best(
+    op_queue: OpQueue, logits: torch.Tensor, temperatures: Sequence[float], keys: Sequence[NoiseKey], begin: int
+) -> Float64Array:
+    """Return `noisy_best` by the native kernel: the same numbers to the last bit, many times as fast."""
+    rows, columns = logits.shape
+    if begin + columns > MAX_IDS:
+        return noisy_best(logits, temperatures, keys, begin)
+    x, divisors = logits.contiguous(), np.array(temperatures, dtype=np.float32)
+    seeds = np.array([key.seed for key in keys], dtype=np.uint64)
+    before = np.array([key.position - 1 for key in keys], dtype=np.int64)
+    best = np.empty((rows, BEST_FIELDS), dtype=np.float32)
+    op = choose_op(rows, columns, x.data_ptr(), begin, 1, 0, best.ctypes.data)
+    op.scratch = op_queue.scratch(op)
+    op.temperatures, op.seeds, op.positions = divisors.ctypes.data, seeds.ctypes.data, before.ctypes.data
+    op_queue.submit(op)
+    return best.astype(np.float64)
 
 
 def draws_of_shard(
-    logits: torch.Tensor, rows: Sequence[SamplingRow], begin: int, *, best_of: NoisyBest = noisy_best
+    logits: torch.Tensor, rows: Sequence[SamplingRow], begin: int, *, is_whole: bool, best_of: NoisyBest
 ) -> ShardDraws:
-    """Return a shard's part of each draw, with candidates for all draws that have filters.
+    """Return a shard's part of each draw; draws that have filters have candidates, unless the shard is the whole.
 
     `logits` is float32 [draws, shard rows] on the host, the first column being vocabulary row `begin`.
     """
     filtered = [i for i, row in enumerate(rows) if row.is_filtered]
     edited = [i for i, row in enumerate(rows) if row.edits is not None and not row.is_filtered]
     temperatures, keys = [row.noise_temperature for row in rows], [row.noise_key for row in rows]
-    plain = temperatures.copy()
-    for i in (*filtered, *edited):
-        plain[i] = 0.0  # takes no noise, for the draw is made below
+    later = {*filtered, *edited}
+    plain = [0.0 if i in later else temperature for i, temperature in enumerate(temperatures)]
     draws = ShardDraws(best_of(logits, plain, keys, begin), {})
     for chunk in chunks_of(edited, logits.shape[1]):
         own = edited_logits(logits, rows, chunk, begin)
         draws.best[chunk] = best_of(own, [temperatures[i] for i in chunk], [keys[i] for i in chunk], begin)
     for chunk in chunks_of(filtered, logits.shape[1]):
         scaled, its = scaled_logits(logits, rows, chunk, begin), [rows[i] for i in chunk]
-        counts = [row.num_candidates(logits.shape[1]) for row in its]
-        draws.candidates.update(zip(chunk, candidates_of_shard(scaled, its, begin, counts=counts), strict=True))
+        if is_whole:
+            draws.best[chunk] = best_of_kept(scaled, its, best_of)
+        else:
+            draws.candidates.update(zip(chunk, candidates_of_shard(scaled, its, begin), strict=True))
     return draws
 
 
-def candidates_of_shard(
-    scaled: torch.Tensor, rows: Sequence[SamplingRow], begin: int, *, counts: Sequence[int]
-) -> list[ShardCandidates]:
-    """Return the counts[i] top rows of a shard for each draw; `scaled` is from `scaled_logits`."""
+def best_of_kept(scaled: torch.Tensor, rows: Sequence[SamplingRow], best_of: NoisyBest = noisy_best) -> Float64Array:
+    """Return the best (score, id) of what filters leave of a whole vocabulary: float64 [rows, 2].
+
+    `scaled` is from `scaled_logits`, and is changed. Filters leave a head of the one order. So if the best of all is
+    not left, nothing behind it is, and the best of what comes before it is tried next. Nothing is sorted, and a nucleus
+    has the best of all as often as its mass says.
+    """
+    values, best, pending = scaled.numpy(), np.empty((len(rows), BEST_FIELDS)), list(range(len(rows)))
+    totals = _nucleus_totals(scaled, rows)
+    for i, row in enumerate(rows):
+        if row.top_k and not np.isnan(values[i].max()):
+            head = _keep_only(values[i], best_first(values[i], min(row.top_k, scaled.shape[1])))
+            totals[i] = log_sum_exp_of(head.astype(np.float64))
+    while pending:
+        keys = [rows[i].noise_key for i in pending]
+        own = scaled if len(pending) == len(rows) else take_rows(scaled, pending)
+        best[pending] = best_of(own, [1.0] * len(pending), keys, 0)
+        pending = [i for i in pending if not _is_left(int(best[i, 1]), values[i], rows[i], totals[i])]
+    return best
+
+
+def _is_left(column: int, values: FloatArray, row: SamplingRow, log_total: float) -> bool:
+    """Return whether a nucleus and min_p leave a column; if not, take out what they do not leave for sure."""
+    before = np.flatnonzero(values >= values[column])
+    before = before[(before < column) | (values[before] > values[column])]
+    ahead = values[before].astype(np.float64)
+    if not len(ahead):
+        return True  # the first of all, or no number
+    least = ahead.max() + math.log(row.min_p) if row.min_p > 0.0 else -math.inf
+    mass = np.exp(ahead - log_total).sum() if row.has_nucleus else -math.inf
+    is_left = bool(values[column] >= least and mass < row.top_p)
+    if not is_left:
+        _keep_only(values, before)
+    return is_left
+
+
+def _keep_only(values: FloatArray, columns: IdArray) -> FloatArray:
+    """Take out all other columns; return the values of these."""
+    kept = values[columns]
+    values.fill(-np.inf)
+    values[columns] = kept
+    return kept
+
+
+def candidates_of_shard(scaled: torch.Tensor, rows: Sequence[SamplingRow], begin: int) -> list[ShardCandidates]:
+    """Return the top rows of a shard for each draw; `scaled` is from `scaled_logits`."""
     values = scaled.numpy()
+    counts = [row.num_candidates(values.shape[1]) for row in rows]
     totals = _nucleus_totals(scaled, rows)
     # NaN is the largest of all. Rank 0 refuses its draw, so the other candidates do not matter.
     largest = values.max(axis=1).tolist()
@@ -219,6 +256,12 @@ def log_sum_exp(values: torch.Tensor) -> torch.Tensor:
     largest = values.amax(dim=-1, keepdim=True)
     base = torch.where(largest.isneginf(), 0.0, largest)
     return (values - base).exp_().sum(dim=-1, dtype=torch.float64).log_().add_(base.squeeze(-1))
+
+
+def log_sum_exp_of(values: Float64Array) -> float:
+    """Reduce numbers none of which is NaN or +inf; -inf if all are."""
+    largest = float(values.max())
+    return largest + math.log(np.exp(values - largest).sum()) if largest > -math.inf else largest
 
 
 def _nucleus_totals(scaled: torch.Tensor, rows: Sequence[SamplingRow]) -> list[float]:

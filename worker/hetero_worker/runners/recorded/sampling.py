@@ -13,7 +13,7 @@ to 2^24; models with more tokens do not draw so.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -51,14 +51,17 @@ class NativeSampling:
         `logits` is float32 [rows, this rank's vocabulary rows], contiguous, and unused on a rank without such rows.
         Raises ValueError for other logits, and the exchange's errors.
         """
-        rows, own = len(step.token_ids), head_ranges[exchange.rank]
+        rows, own, inputs = len(step.token_ids), head_ranges[exchange.rank], step.logit_rows
+        assert inputs is not None, "a runner's steps say which rows' logits they want"
         telling = [rank for rank, others in enumerate(head_ranges) if others.size]
         best = self._op_queue.empty(len(telling), rows, BEST_FIELDS)
         if own.size:
-            self._choose(step, logits, own, telling.index(exchange.rank), best)
+            op = self._choose_op(logits, own, telling.index(exchange.rank), best)
+            op.positions, op.inputs = step.positions.data_ptr(), inputs.data_ptr()
+            self._op_queue.submit(op, logits, step, self)
         if exchange.world_size > 1:
             exchange.among(tuple(range(exchange.world_size))).all_reduce(best, telling)
-        self._step_on(step, best)
+        self._step_on(step, best, inputs)
 
     def restart(self, rows: Sequence[SamplingRow], steps: int) -> None:
         """Forget the kept draws before so many steps that draw as `rows` say.
@@ -78,9 +81,7 @@ class NativeSampling:
         count = steps * rows
         return StepDraws(self._token_ids[:count].reshape(steps, rows), self._scores[:count].reshape(steps, rows))
 
-    def _choose(
-        self, step: DecoderInput, logits: torch.Tensor | None, own: UnitRange, place: int, best: torch.Tensor
-    ) -> None:
+    def _choose_op(self, logits: torch.Tensor | None, own: UnitRange, place: int, best: torch.Tensor) -> Any:
         shards, rows, _ = best.shape
         if logits is None:
             raise ValueError(f"draws are of logits, and a rank with {own.size} vocabulary rows has made none")
@@ -89,13 +90,12 @@ class NativeSampling:
         op = choose_op(rows, own.size, logits.data_ptr(), own.begin, shards, place, best.data_ptr())
         op.scratch = self._op_queue.scratch(op)
         op.temperatures, op.seeds = self._temperatures.ctypes.data, self._seeds.ctypes.data
-        op.positions, op.inputs = step.positions.data_ptr(), _inputs_of(step).data_ptr()
-        self._op_queue.submit(op, logits, step, self)
+        return op
 
-    def _step_on(self, step: DecoderInput, best: torch.Tensor) -> None:
+    def _step_on(self, step: DecoderInput, best: torch.Tensor, inputs: torch.Tensor) -> None:
         shards, rows, _ = best.shape
         decode = step.attention.decode
-        op = step_on_op(rows, shards, best.data_ptr(), _inputs_of(step).data_ptr())
+        op = step_on_op(rows, shards, best.data_ptr(), inputs.data_ptr())
         op.token_ids, op.positions = step.token_ids.data_ptr(), step.positions.data_ptr()
         op.slot_mapping = step.attention.slot_mapping.data_ptr()
         op.lengths, op.tables = decode.lengths.ctypes.data, decode.block_tables.ctypes.data
@@ -103,8 +103,3 @@ class NativeSampling:
         op.steps, op.tokens = self._num_kept.ctypes.data, self._token_ids.ctypes.data
         op.scores = self._scores.ctypes.data
         self._op_queue.submit(op, step, self)
-
-
-def _inputs_of(step: DecoderInput) -> torch.Tensor:
-    assert step.logit_rows is not None, "a runner's steps say which rows' logits they want"
-    return step.logit_rows
