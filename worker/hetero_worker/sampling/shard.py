@@ -167,41 +167,41 @@ def best_of_kept(scaled: torch.Tensor, rows: Sequence[SamplingRow], best_of: Noi
     not left, nothing behind it is, and the best of what comes before it is tried next. Nothing is sorted, and a nucleus
     has the best of all as often as its mass says.
     """
-    values, best, pending = scaled.numpy(), np.empty((len(rows), BEST_FIELDS)), list(range(len(rows)))
-    totals = _nucleus_totals(scaled, rows)
-    for i, row in enumerate(rows):
-        if row.top_k and not np.isnan(values[i].max()):
-            head = _keep_only(values[i], best_first(values[i], min(row.top_k, scaled.shape[1])))
+    best, pending, totals = np.empty((len(rows), BEST_FIELDS)), list(range(len(rows))), dict[int, float]()
+    for i, (row, values) in enumerate(zip(rows, scaled.numpy(), strict=True)):
+        if row.top_k and not np.isnan(values.max()):
+            kept = best_first(values, min(row.top_k, len(values)))
+            head = values[kept]
+            values.fill(-np.inf)
+            values[kept] = head
             totals[i] = log_sum_exp_of(head.astype(np.float64))
     while pending:
         keys = [rows[i].noise_key for i in pending]
         own = scaled if len(pending) == len(rows) else take_rows(scaled, pending)
         best[pending] = best_of(own, [1.0] * len(pending), keys, 0)
-        pending = [i for i in pending if not _is_left(int(best[i, 1]), values[i], rows[i], totals[i])]
+        pending = [i for i in pending if not _is_left(scaled[i], int(best[i, 1]), rows[i], i, totals)]
     return best
 
 
-def _is_left(column: int, values: FloatArray, row: SamplingRow, log_total: float) -> bool:
-    """Return whether a nucleus and min_p leave a column; if not, take out what they do not leave for sure."""
-    before = np.flatnonzero(values >= values[column])
-    before = before[(before < column) | (values[before] > values[column])]
+def _is_left(scaled: torch.Tensor, column: int, row: SamplingRow, draw: int, totals: dict[int, float]) -> bool:
+    """Return whether a nucleus and min_p leave a column; if not, take out it and all behind it.
+
+    `totals` are logarithms of draws' masses, computed where they are first needed: often the column is the first.
+    """
+    values = scaled.numpy()
+    before = values > values[column]
+    before[:column] |= values[:column] == values[column]
     ahead = values[before].astype(np.float64)
     if not len(ahead):
         return True  # the first of all, or no number
+    if row.has_nucleus and draw not in totals:
+        totals[draw] = float(log_sum_exp(scaled))
+    mass = np.exp(ahead - totals[draw]).sum() if row.has_nucleus else -math.inf
     least = ahead.max() + math.log(row.min_p) if row.min_p > 0.0 else -math.inf
-    mass = np.exp(ahead - log_total).sum() if row.has_nucleus else -math.inf
     is_left = bool(values[column] >= least and mass < row.top_p)
     if not is_left:
-        _keep_only(values, before)
+        np.copyto(values, -np.inf, where=~before)
     return is_left
-
-
-def _keep_only(values: FloatArray, columns: IdArray) -> FloatArray:
-    """Take out all other columns; return the values of these."""
-    kept = values[columns]
-    values.fill(-np.inf)
-    values[columns] = kept
-    return kept
 
 
 def candidates_of_shard(scaled: torch.Tensor, rows: Sequence[SamplingRow], begin: int) -> list[ShardCandidates]:
