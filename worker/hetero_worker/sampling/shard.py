@@ -1,9 +1,10 @@
 """A rank's side of sampling on the host: the message about its own vocabulary rows.
 
-For a draw without filters that is one pair (score, id), the best of the shard. For a draw with filters it is the
-shard's top candidates in the order (scaled logit descending, id ascending), each with its noise, and the sum that
-decides where a nucleus ends. Candidates, nuclei and log-probabilities agree on this one order on every layout. Numbers
-travel as float64, which holds every id and every float32 exactly.
+For a draw without filters that is one pair (score, id), the best of the shard; so it is for a draw with filters where
+the shard is the whole vocabulary, which applies them. Elsewhere such a draw has the shard's top candidates in the order
+(scaled logit descending, id ascending), each with its noise, and the sum that decides where a nucleus ends. Candidates,
+nuclei and log-probabilities agree on this one order on every layout. Numbers travel as float64, which holds every id
+and every float32 exactly.
 
 Logits are never changed: draws that edit theirs work on a copy.
 """
