@@ -1,10 +1,11 @@
-"""Both ways of sampling: from logits on the host, and the device's, played on the host's tensors.
+"""The ways of sampling: on the host, by torch and natively, and the device's, played on the host's tensors.
 
 Sampler tests say `usefixtures("both_paths")` and run on each; the fixture is in tests/unit/worker_model/conftest.py.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,18 +17,35 @@ import torch
 from hetero_worker.distributed.staging import PlainStaging
 from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.memory.streams import HOST
-from hetero_worker.sampling.base import HOST_SAMPLER, ShardSampler, StartedDraws, UnknownTokens
+from hetero_worker.sampling.base import HOST_SAMPLER, HostSampler, ShardSampler, StartedDraws, UnknownTokens
 from hetero_worker.sampling.device import DeviceSampler
 from hetero_worker.sampling.device_kernels import SamplingKernels, TorchSamplingKernels
+from hetero_worker.sampling.noise import NoiseKey
 from hetero_worker.sampling.request import SamplingRow
+from hetero_worker.sampling.shard import Float64Array, native_best
 from tests.support import sampling_reference
+from tests.support.native_compute import op_queue_of
 
-PATHS = ("host", "device", "mixed")
+PATHS = ("host", "native", "device", "mixed")
 
 
 def device_sampler(kernels: SamplingKernels | None = None) -> DeviceSampler:
     """Return the sampler of a device that is the host."""
     return DeviceSampler(HOST, kernels or TorchSamplingKernels(), PlainStaging().start_to_host)
+
+
+class NativeOfThread:
+    """`native_best` with a queue for each thread: ranks are threads here."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+
+    def __call__(
+        self, logits: torch.Tensor, temperatures: Sequence[float], keys: Sequence[NoiseKey], begin: int
+    ) -> Float64Array:
+        if not hasattr(self._own, "queue"):
+            self._own.queue = op_queue_of(1)
+        return native_best(self._own.queue, logits, temperatures, keys, begin)
 
 
 class AlternatingSampler:
@@ -71,5 +89,10 @@ def sampled_by(sampler: ShardSampler, *modules: ModuleType) -> Iterator[None]:
 
 def path(name: str) -> ShardSampler:
     """Return the sampler of one of PATHS."""
-    paths: dict[str, ShardSampler] = {"host": HOST_SAMPLER, "device": device_sampler(), "mixed": AlternatingSampler()}
+    paths: dict[str, ShardSampler] = {
+        "host": HOST_SAMPLER,
+        "native": HostSampler(NativeOfThread()),
+        "device": device_sampler(),
+        "mixed": AlternatingSampler(),
+    }
     return paths[name]

@@ -1,4 +1,7 @@
-"""Native draws take what numpy's argmax takes, whoever of a team looks where, and make a step's inputs the next's."""
+"""Native draws take what numpy's argmax takes, whoever of a team looks where, and make a step's inputs the next's.
+
+Draws with noise are those of `sampling.shard.noisy_best` to the last bit.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,13 @@ from hetero_worker.models.decoder import DecoderInput
 from hetero_worker.native.compute_library import choose_op, step_on_op
 from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.runners.recorded.sampling import MAX_STEPS, NativeSampling
+from hetero_worker.sampling import noise
+from hetero_worker.sampling.noise import COARSE, NoiseKey
+from hetero_worker.sampling.request import SequenceSampling
+from hetero_worker.sampling.shard import MAX_IDS, native_best, noisy_best
 from tests.support.examples import examples
 from tests.support.native_compute import TEAMS, compute_library, computing_with, op_queue_of
+from tests.support.sampling_reference import sampling_of
 
 pytestmark = pytest.mark.unit
 
@@ -86,6 +94,104 @@ def test_whatever_the_numbers_are(x: FloatArray) -> None:
             assert_chosen({2: op_queue_of()}, x)
 
 
+def assert_drawn(
+    op_queues: dict[int, OpQueue],
+    x: FloatArray,
+    temperatures: Sequence[float],
+    *,
+    begin: int = 0,
+    seed: int = 2**64 - 1,
+) -> None:
+    """One row a temperature."""
+    keys = [NoiseKey(seed - row, row * row) for row in range(len(x))]
+    expected = noisy_best(torch.from_numpy(x), temperatures, keys, begin)
+    for size, op_queue in op_queues.items():
+        best = native_best(op_queue, torch.from_numpy(x), temperatures, keys, begin)
+        np.testing.assert_array_equal(best, expected, err_msg=str(size))
+
+
+def cycled(numbers: Sequence[float], count: int) -> list[float]:
+    return [numbers[i % len(numbers)] for i in range(count)]
+
+
+@pytest.mark.parametrize("begin", [0, 1, 7, 8, 63, 64, 100_003])
+@pytest.mark.parametrize("columns", [1, 2, 7, 8, 9, 63, 64, 65, 200, 1001])
+def test_draws_with_noise(isa: str, op_queues: dict[int, OpQueue], columns: int, begin: int) -> None:
+    rng = np.random.default_rng(columns)
+    for spread in (0.0, 0.1, 4.0, 30.0):
+        x = rng.standard_normal((5, columns), dtype=np.float32) * np.float32(spread)
+        assert_drawn(op_queues, x, [1.0, 0.0, 0.3, 2.0, 0.9], begin=begin)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 33, 64])
+def test_a_row_is_drawn_alike_in_any_batch(isa: str, op_queues: dict[int, OpQueue], rows: int) -> None:
+    x = np.random.default_rng(rows).standard_normal((rows, 517), dtype=np.float32)
+    assert_drawn(op_queues, x, cycled([0.7, 1.0, 0.0, 1.5, 0.2], rows), begin=64)
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-3, 1.0, 1e4, 1e30])
+def test_temperatures_tiny_and_large(isa: str, op_queues: dict[int, OpQueue], temperature: float) -> None:
+    """Of a tiny one noise is lost in the rounding of scores: equal logits tie, and the first wins."""
+    rng = np.random.default_rng(5)
+    levels = rng.integers(-2, 3, (4, 300)).astype(np.float32) * np.float32(1e6)
+    for x in (levels, rng.standard_normal((4, 300), dtype=np.float32)):
+        assert_drawn(op_queues, x, [temperature] * 4)
+
+
+@pytest.mark.parametrize("columns", [1, 50, 131, 400])
+@pytest.mark.parametrize(
+    "numbers", [[-INF], [-INF, INF], [INF, NAN], [NAN], [-INF, NAN, 3.0], [3e38, -3e38], [-INF, 2.0]]
+)
+def test_draws_from_what_is_no_number(
+    isa: str, op_queues: dict[int, OpQueue], numbers: Sequence[float], columns: int
+) -> None:
+    rng = np.random.default_rng(columns)
+    assert_drawn(op_queues, rng.choice(np.array(numbers, dtype=np.float32), (4, columns)), [1.0, 0.1, 5.0, 0.0])
+    sparse = rng.standard_normal((4, columns), dtype=np.float32)
+    sparse[:, columns // 2] = numbers[0]
+    assert_drawn(op_queues, sparse, [1.0, 0.1, 5.0, 0.0])
+
+
+def test_logits_of_which_each_may_be_the_best(isa: str, op_queues: dict[int, OpQueue]) -> None:
+    """They rise, so that no noise is skipped, and fall."""
+    rising = np.linspace(-40, 40, 3000, dtype=np.float32)
+    assert_drawn(op_queues, np.stack([rising, rising[::-1], rising * 0]), [0.1, 1.0, 3.0], begin=5)
+
+
+def test_coarse_words_have_fractions(isa: str, op_queues: dict[int, OpQueue]) -> None:
+    """One in 2^24 is coarse, and beats nearly all others: such a column is drawn, with a score of all its bits."""
+    columns, found = 100_000, 0
+    for position in range(2000):
+        words = noise._draw_words(NoiseKey(9, position), 0, columns)
+        if words.min() < COARSE:
+            x, key = np.zeros((1, columns), dtype=np.float32), NoiseKey(9, position)
+            expected = noisy_best(torch.from_numpy(x), [1.0], [key], 0)
+            assert words[int(expected[0, 1])] < COARSE
+            for op_queue in op_queues.values():
+                np.testing.assert_array_equal(native_best(op_queue, torch.from_numpy(x), [1.0], [key], 0), expected)
+            found += 1
+            if found == 3:
+                return
+    pytest.fail("no word was coarse")
+
+
+@settings(max_examples=examples(150))
+@given(
+    arrays.arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 150)), elements=st.floats(width=32)),
+    st.floats(1e-5, 1e5), st.integers(0, 200), st.integers(3, 2**64 - 1),
+)  # fmt: skip
+def test_draws_from_whatever_the_numbers_are(x: FloatArray, temperature: float, begin: int, seed: int) -> None:
+    for isa in compute_library().isas:
+        with computing_with(isa):
+            assert_drawn({2: op_queue_of()}, x, [temperature] * len(x), begin=begin, seed=seed)
+
+
+def test_ids_that_float32_does_not_have_are_drawn_by_torch(op_queues: dict[int, OpQueue]) -> None:
+    x = np.random.default_rng(1).standard_normal((3, 40), dtype=np.float32)
+    for begin in (MAX_IDS - 40, MAX_IDS - 39, MAX_IDS + 1):
+        assert_drawn(op_queues, x, [1.0, 0.0, 2.0], begin=begin)
+
+
 def test_a_shard_tells_ids_of_the_whole_and_leaves_zeros_for_the_others(
     isa: str, op_queues: dict[int, OpQueue]
 ) -> None:
@@ -130,11 +236,31 @@ def test_inputs_become_those_of_the_next_step(isa: str, op_queues: dict[int, OpQ
         token_ids, scores = draws.of_steps(number, 4)
         assert token_ids[-1].tolist() == drawn.tolist()
         assert scores.tolist() == [[2.0 + i] * 4 for i in range(number)]
-    draws.restart(MAX_STEPS)
+    draws.restart([], MAX_STEPS)
     with pytest.raises(RuntimeError, match="0 steps have drawn, not 1"):
         draws.of_steps(1, 4)
     with pytest.raises(ValueError, match=f"draws of {MAX_STEPS} steps are kept, not of {MAX_STEPS + 1}"):
-        draws.restart(MAX_STEPS + 1)
+        draws.restart([], MAX_STEPS + 1)
+
+
+def test_draws_with_noise_go_on_with_their_positions(isa: str, op_queues: dict[int, OpQueue]) -> None:
+    """Each draw has its seed and temperature, and the position behind the row that it is of."""
+    lengths, order, columns = [12, 7, 4], [2, 0, 1], 300
+    samplings = [sampling_of(temperature=heat, seed=seed) for heat, seed in ((0.0, 1), (0.8, 2**64 - 1), (2.0, 0))]
+    sequences = [SequenceSampling(sampling, [0] * lengths[row]) for sampling, row in zip(samplings, order, strict=True)]
+    step = inputs(lengths, block_size=4, blocks=9, draws=order)
+    draws = NativeSampling(op_queues[2], most_rows=3, block_size=4)
+    draws.restart([sequence.draw() for sequence in sequences], 4)
+    for number in range(4):
+        logits = torch.randn(3, columns, generator=torch.Generator().manual_seed(number))
+        rows = [sequence.draw() for sequence in sequences]
+        expected = noisy_best(logits, [row.noise_temperature for row in rows], [row.noise_key for row in rows], 0)
+        draws.submit(step, logits, head_ranges=[UnitRange(0, columns)], exchange=LocalExchange())
+        told = draws.of_steps(number + 1, 3)
+        assert told.token_ids[-1].tolist() == expected[:, 1].tolist()
+        assert told.scores[-1].tolist() == expected[:, 0].tolist()
+        for sequence, token in zip(sequences, told.token_ids[-1].tolist(), strict=True):
+            sequence.append(token)
 
 
 def test_as_many_steps_are_kept_as_there_may_be(op_queues: dict[int, OpQueue]) -> None:

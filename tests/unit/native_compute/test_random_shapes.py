@@ -28,7 +28,7 @@ from tests.support.whole_number_linear import FORMATS, exact_linear, random_matr
 from tests.unit.native_compute.test_attention import CACHED, attended, case_of
 from tests.unit.native_compute.test_delta import Rule
 from tests.unit.native_compute.test_delta import assert_close as assert_rule
-from tests.unit.native_compute.test_draws import assert_chosen
+from tests.unit.native_compute.test_draws import assert_chosen, assert_drawn, cycled
 from tests.unit.native_compute.test_draws import inputs as decoding_inputs
 from tests.unit.native_compute.test_experts import ACTIVATIONS, EVERY, NUMBER, Layer, assert_close, routed
 from tests.unit.native_compute.test_latent import Step
@@ -305,6 +305,7 @@ def test_draws(
     logits = randn(rows, columns)
     with computing_with(isa):
         assert_chosen({team: queue(team)}, logits.numpy())
+        assert_drawn({team: queue(team)}, logits.numpy(), cycled([1.0, 0.0, 0.3], rows), begin=block_size)
         step = decoding_inputs(lengths, block_size=block_size, blocks=blocks, draws=order)
         draws = NativeSampling(queue(team), most_rows=rows, block_size=block_size)
         draws.submit(step, logits, head_ranges=[UnitRange(0, columns)], exchange=LocalExchange())

@@ -25,7 +25,7 @@ from hetero_worker.runners.base import SampledToken, StepOutput
 from hetero_worker.runners.plan_runner import PlanRunner
 from hetero_worker.runners.recorded import multi_step
 from hetero_worker.runners.recorded.sampling import MAX_STEPS
-from tests.support.rank_group import PlanBuilder, RankGroup, Shares
+from tests.support.rank_group import GREEDY, PlanBuilder, RankGroup, Shares
 from tests.support.shm_threads import exchanges
 from tests.support.step_scripts import Release, Script, Start, Steps, one_by_one, plans_of, serve, slots_of, together
 from tests.support.thread_exchange import run_ranks
@@ -42,6 +42,9 @@ STAGES = Shares(
 HELPED = Shares(kv_heads=((8, 0),), mlp_columns=((20, 30),), vocab_rows=(64, 136), experts=((2, 4),))
 LAYOUTS = {"one": ONE, "two": TWO, "three": THREE, "stages": STAGES, "helped": HELPED}
 SAMPLED = ranks_pb2.Sampling(temperature=0.8, top_p=1.0, seed=5)
+HOT = ranks_pb2.Sampling(temperature=3.0, top_p=1.0, seed=2**64 - 1)
+FILTERED = ranks_pb2.Sampling(temperature=0.8, top_p=0.7, seed=5)
+LATE_DRAWS = ranks_pb2.Sampling(temperature=1.0, top_p=1.0, seed=6, end_token_ids=[3, 14], min_tokens=7)
 PENALISED = ranks_pb2.Sampling(temperature=0.0, top_p=1.0, repetition_penalty=1.7)
 LATE_END = ranks_pb2.Sampling(temperature=0.0, top_p=1.0, end_token_ids=[3, 14], min_tokens=7)
 TELLING = ranks_pb2.Sampling(temperature=0.0, top_p=1.0, num_logprobs=2)
@@ -63,7 +66,13 @@ SCRIPTS: dict[str, Script] = {
     "other draws beside and behind": (
         *BLOCKS_OF_FOUR, Steps(6, [0, 1, 2]), Start(3, [4], SAMPLED), Steps(4, [0, 1, 2, 3]), Release(3),
         Steps(6, [2, 1, 0]), Start(4, [4], PENALISED), Steps(4, [0, 4]), Start(5, [6], TELLING), Steps(4, [0, 5]),
-        Steps(6, [0, 1]),
+        Steps(6, [0, 1]), Start(6, [9], FILTERED), Steps(4, [6, 0, 1]),
+    ),
+    "draws with noise over blocks": (Start(0, [7, 150, 3], SAMPLED), Steps(25, [0])),
+    "draws with noise and without": (
+        Start(0, [7, 150, 3]), Start(1, [1, 2, 3, 4, 5, 6], SAMPLED), Start(2, [9], HOT), Steps(9, [2, 0, 1]),
+        Steps(7, [1, 2, 0]), Release(0), Start(0, [7, 150, 3], HOT), Steps(6, [2, 0, 1]), Release(2), Steps(6, [1, 0]),
+        Start(3, [5, 6], LATE_DRAWS), Steps(14, [0, 3, 1]),
     ),
     "an end that is barred at first": (Start(0, [7, 150, 3], LATE_END), Start(1, [4, 4]), Steps(16, [0, 1])),
     "a prefix": (
@@ -147,14 +156,20 @@ def test_ranks_need_not_agree_on_where_runs_begin_and_end(
     assert mixed == asked
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "with noise"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_of_a_run_is_one_call_and_no_more(
-    checkpoint: TinyCheckpoint, layout: str, stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: TinyCheckpoint,
+    layout: str,
+    sampling: ranks_pb2.Sampling,
+    stack: ExitStack,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     group = make_group(checkpoint.directory, LAYOUTS[layout], stack, tmp_path / "a")
     builder = PlanBuilder(group)
     for start in BLOCKS_OF_FOUR:
-        builder.start(start.slot, start.tokens)
+        builder.start(start.slot, start.tokens, sampling=sampling)
     ranks = len(group.runners)
 
     def work(steps: int) -> None:

@@ -46,6 +46,18 @@ def test_the_smallest_and_largest_words_give_finite_noise(monkeypatch: pytest.Mo
     assert drawn.tolist() == sorted(drawn.tolist(), reverse=True)
 
 
+def test_noise_is_as_exact_as_float32_can_tell() -> None:
+    """Of words of all sizes, with fractions, and of noise near 0."""
+    random = np.random.default_rng(1)
+    numbers = np.concatenate([
+        np.exp2(random.uniform(-65, 32, 200_000)), 2.0**32 * random.uniform(0, 1, 200_000), [2.0**-65, 2.0**31, 2.0**32]
+    ]).astype(np.float32)  # fmt: skip
+    uniform = (numbers * np.float32(noise.TO_UNIFORM)).astype(np.longdouble)
+    exact = -np.log(-np.log1p(-uniform))
+    told = noise._to_gumbel(torch.from_numpy(numbers)).numpy()
+    assert float(np.max(np.abs(told - exact) / np.maximum(np.abs(exact), 1))) < 3e-7
+
+
 def test_noise_differs_by_seed_and_by_position_and_is_gumbel() -> None:
     keys = [NoiseKey(1, 1), NoiseKey(1, 2), NoiseKey(2, 1)]
     base, *others = gumbel_noise(keys, begin=0, count=100_000)

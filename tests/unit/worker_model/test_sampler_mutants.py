@@ -12,12 +12,12 @@ import torch
 
 from hetero_worker.layers import sampler
 from hetero_worker.sampling import decision, edits, shard
-from hetero_worker.sampling.decision import DrawBatch, decide_filtered, decide_whole
+from hetero_worker.sampling.decision import DrawBatch, decide_filtered
 from hetero_worker.sampling.edits import Bias, LogitEdits, Penalties, TokenCounts
 from hetero_worker.sampling.logprobs import count_before
 from hetero_worker.sampling.noise import NoiseKey, gumbel_noise, gumbel_noise_at
 from hetero_worker.sampling.request import SequenceSampling
-from hetero_worker.sampling.shard import Float64Array
+from hetero_worker.sampling.shard import Float64Array, best_of_kept
 from tests.support.sampling_checks import (
     VOCABULARY,
     check_distribution,
@@ -84,11 +84,11 @@ def _penalises_twice(patch: Patch) -> None:
 def _penalises_whole_rows_again(patch: Patch) -> None:
     """Candidates that did not suffice are asked for from logits that are edited once more."""
 
-    def mutant(scaled: torch.Tensor, rows: list[Any]) -> list[int]:
+    def mutant(scaled: torch.Tensor, rows: list[Any]) -> Float64Array:
         edited = shard.edited_logits(scaled, rows, range(len(rows)), 0)
-        return decide_whole(edited, rows)
+        return best_of_kept(edited, rows)
 
-    patch.setattr(sampler, "decide_whole", mutant)
+    patch.setattr(sampler, "best_of_kept", mutant)
 
 
 def _counts_an_appended_token_twice(patch: Patch) -> None:

@@ -7,7 +7,7 @@ library's heap, which keeps them (`host.process_memory`).
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +27,8 @@ from hetero_worker.native.op_library import open_op_library
 from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.runners.recorded.steps import NativeSteps
 from hetero_worker.runners.step_parts import StepMaker
+from hetero_worker.sampling.base import HostSampler, ShardSampler
+from hetero_worker.sampling.shard import native_best
 
 _BF16_ISAS: Final = ("avx512_bf16", "amx")
 
@@ -65,6 +67,10 @@ class CpuBackend(TorchReference):
     def fused_ops(self, *, batch_invariant: bool) -> FusedOps:
         """See `DeviceBackend.fused_ops`."""
         return NativeOps(self.op_queue, others=InvariantOps() if batch_invariant else PLAIN_OPS)
+
+    def sampler(self) -> ShardSampler:
+        """Return the host's sampler with native draws."""
+        return HostSampler(partial(native_best, self.op_queue))
 
     @cached_property
     def steps(self) -> StepMaker:

@@ -20,10 +20,10 @@ from hetero_api.sharding import UnitRange
 from hetero_api.v1 import logprobs_pb2
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.sampling.base import HOST_SAMPLER, ShardSampler, StartedDraws, UnknownTokens
-from hetero_worker.sampling.decision import UNDECIDED, DrawBatch, decide_whole
+from hetero_worker.sampling.decision import UNDECIDED, DrawBatch, decide_best
 from hetero_worker.sampling.logprobs import ShardLogprobs, TokenTarget, count_before, decide_logprobs, pack_shard
 from hetero_worker.sampling.request import SamplingRow
-from hetero_worker.sampling.shard import Float64Array, scaled_logits
+from hetero_worker.sampling.shard import Float64Array, best_of_kept, scaled_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ def _draw_whole(
     chosen = [rows[i] for i in undecided]
     own = scaled_logits(sampler.to_host(logits, undecided), chosen, range(len(chosen)), shards.own.begin)
     whole = gather_logits(own, shards.head_ranges, shards.exchange)
-    decided = decide_whole(whole, chosen) if shards.exchange.rank == 0 else None
+    decided = decide_best([best_of_kept(whole, chosen)], chosen) if shards.exchange.rank == 0 else None
     return shards.broadcast(decided, len(undecided))
 
 

@@ -58,7 +58,7 @@ _TILES: Final = (
     *_TILES_ONLY, "attend.c", "attend_span.c", "experts.c", "gated.c", "latent.c", "linear.c", "table.c",
 )  # fmt: skip
 """Kernels that multiply with tiles, or call one that does."""
-_ROUNDED: Final = ("route.c",)
+_ROUNDED: Final = ("choose.c", "route.c")
 """Kernels whose products are rounded before they are added: all machines and devices get the same numbers."""
 _TIMEOUT_S: Final = 300.0
 

@@ -19,6 +19,7 @@ from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.input_batch import InputBatch
+from hetero_worker.sampling.request import SamplingRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +62,11 @@ class StepDraws(NamedTuple):
     token_ids: npt.NDArray[np.int64]
     """[steps, draws]"""
     scores: npt.NDArray[np.float32]
-    """[steps, draws]: the logits of these tokens."""
+    """[steps, draws]: the logits of these tokens, or where there was noise scaled logits with it."""
 
 
 class MultiStepForward(ForwardPass, Protocol):
-    """ForwardPass that also draws the largest logits, so that steps follow one another by themselves."""
+    """ForwardPass that also draws, where no draw edits or filters logits: steps follow one another by themselves."""
 
     def can_draw(
         self,
@@ -91,13 +92,14 @@ class MultiStepForward(ForwardPass, Protocol):
         caches: Sequence[LayerCache | None],
         exchange: Exchange,
         head_ranges: Sequence[UnitRange],
+        rows: Sequence[SamplingRow],
         steps: int,
         on_step: Callable[[], None],
     ) -> StepDraws:
         """Compute this batch's step and the steps that continue it, so many in all; each takes the tokens of the last.
 
-        `on_step` is called after each. A score is not finite where logits are not; the caller checks that. Raises as
-        the exchange does.
+        `rows` are the draws of the first step, and those of the others but for their positions. `on_step` is called
+        after each. A score is not finite where logits are not; the caller checks that. Raises as the exchange does.
         """
         ...
 

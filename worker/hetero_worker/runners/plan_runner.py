@@ -35,7 +35,7 @@ from hetero_worker.runners.recorded.multi_step import MultiStep, MultiStepDecode
 from hetero_worker.runners.running_step import FinishedStep, RunningStep, StepContext
 from hetero_worker.runners.shard import LoadedShard, limits_of, load_shard
 from hetero_worker.runners.step_times import StepTimes
-from hetero_worker.sampling.base import HOST_SAMPLER, ShardSampler
+from hetero_worker.sampling.base import HOST_SAMPLER, HostSampler, ShardSampler
 
 logger = logging.getLogger(__name__)
 
@@ -359,4 +359,4 @@ def _nothing() -> None:
 
 def _sampling_report(sampler: ShardSampler) -> tuple[str, ...]:
     """Return how a device samples; a rank on host cores has nothing to choose."""
-    return () if sampler is HOST_SAMPLER else (f"sampling={sampler.name}",)
+    return () if isinstance(sampler, HostSampler) else (f"sampling={sampler.name}",)

@@ -7,15 +7,16 @@ device that holds the whole vocabulary the tokens exist before the host has read
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol
 
 import torch
 
 from hetero_worker.memory.streams import HOST
 from hetero_worker.sampling.request import SamplingRow
-from hetero_worker.sampling.shard import ShardDraws, draws_of_shard, take_rows
+from hetero_worker.sampling.shard import NoisyBest, ShardDraws, draws_of_shard, noisy_best, take_rows
 
 
 class PendingCopy(Protocol):
@@ -99,7 +100,10 @@ class HostSampler:
     """ShardSampler for logits on the host; others are copied there whole."""
 
     name = "host"
-    decides = False
+    decides = True
+
+    def __init__(self, best_of: NoisyBest = noisy_best) -> None:
+        self._best_of = best_of
 
     def start(
         self,
@@ -107,30 +111,25 @@ class HostSampler:
         logits: torch.Tensor,
         begin: int,
         *,
-        is_whole: bool = False,  # noqa: ARG002
+        is_whole: bool = False,
         unknown: UnknownTokens | None = None,  # noqa: ARG002
     ) -> StartedDraws:
         """As ShardSampler.start."""
-        return _HostDraws(rows, logits, begin)
+        begun = partial(draws_of_shard, logits.to(HOST), rows, begin, is_whole=is_whole, best_of=self._best_of)
+        return _HostDraws(begun)
 
     def to_host(self, logits: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
         """As ShardSampler.to_host."""
         return take_rows(logits.to(HOST), chosen)
 
 
+@dataclass(frozen=True, slots=True)
 class _HostDraws:
     """StartedDraws that are computed when they are read."""
 
-    is_here = True
-    token_ids = None
-
-    def __init__(self, rows: Sequence[SamplingRow], logits: torch.Tensor, begin: int) -> None:
-        self._rows = rows
-        self._logits = logits
-        self._begin = begin
-
-    def read(self) -> ShardDraws:
-        return draws_of_shard(self._logits.to(HOST), self._rows, self._begin)
+    read: Callable[[], ShardDraws]
+    is_here: bool = True
+    token_ids: None = None
 
 
 HOST_SAMPLER: Final = HostSampler()

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-import torch
 
 from hetero_api.errors import ModelError
 from hetero_worker.errors import ProtocolError
@@ -26,13 +25,12 @@ from hetero_worker.sampling.shard import (
     Float64Array,
     ShardCandidates,
     ShardDraws,
-    candidates_of_shard,
+    log_sum_exp_of,
     merged_order,
 )
 
 UNDECIDED: Final = -1
 """Stands for the token of a draw whose candidates did not suffice."""
-_MORE_CANDIDATES: Final = 8
 
 
 class DrawBatch:
@@ -84,22 +82,6 @@ class DrawBatch:
     def _field_sizes(self, shard_rows: int) -> list[int]:
         candidates = [self._rows[i].num_candidates(shard_rows) for i in self._filtered]
         return [BEST_FIELDS * len(self._plain), *map(ShardCandidates.packed_size, candidates)]
-
-
-def decide_whole(scaled: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """Return the tokens of filtered draws from whole rows of scaled logits: `scaled` is [draws, vocabulary]."""
-    return [_decide_whole(scaled[i : i + 1], row) for i, row in enumerate(rows)]
-
-
-def _decide_whole(scaled: torch.Tensor, row: SamplingRow) -> int:
-    """Decide among more and more candidates; with all rows as candidates the draw is decided."""
-    vocabulary = scaled.shape[1]
-    count = row.num_candidates(vocabulary)
-    while True:
-        count = min(vocabulary, _MORE_CANDIDATES * count)
-        token = decide_filtered(candidates_of_shard(scaled, [row], 0, counts=[count]), row)
-        if token is not None:
-            return token
 
 
 def decide_best(best: Sequence[Float64Array], rows: Sequence[SamplingRow]) -> list[int]:
@@ -157,12 +139,6 @@ def check_finite(number: float) -> None:
     """Raise ModelError unless a number computed from the model's logits is finite."""
     if not math.isfinite(number):
         raise ModelError("the model's logits are not finite; the weights are damaged or overflow their dtype")
-
-
-def log_sum_exp_of(values: Float64Array) -> float:
-    """Reduce numbers none of which is NaN or +inf; -inf if all are."""
-    largest = float(values.max())
-    return largest + math.log(np.exp(values - largest).sum()) if largest > -math.inf else largest
 
 
 def _merge(shards: Sequence[ShardCandidates]) -> tuple[Float64Array, Float64Array, Float64Array, int]:

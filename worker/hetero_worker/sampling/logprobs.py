@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from hetero_api.v1 import logprobs_pb2
-from hetero_worker.sampling.decision import check_finite, log_sum_exp_of
-from hetero_worker.sampling.shard import Float64Array, best_first, log_sum_exp, merged_order
+from hetero_worker.sampling.decision import check_finite
+from hetero_worker.sampling.shard import Float64Array, best_first, log_sum_exp, log_sum_exp_of, merged_order
 
 _HEAD_FIELDS: Final = 2
 _CHUNK_ROWS: Final = 16

@@ -11,8 +11,11 @@ would never be drawn. Words below COARSE get a fraction of 64 more bits; one dra
 Two implementations give the same bits: numpy's generator on the host, and torch operators wherever a tensor lies. torch
 has no unsigned 64-bit arithmetic, so its words are kept in int64. Sums and products wrap as unsigned ones do, and the
 upper half of a product is put together from halves of 32 bits (Salmon et al., "Parallel random numbers: as easy as
-1, 2, 3", 2011). On a GPU one kernel of `kernels.sampling` replaces these hundred operators; its logarithms round
-differently.
+1, 2, 3", 2011).
+
+Logarithms are steps of float32 in a fixed order, products rounded before they are added, so that all host ranks draw
+alike: `native/compute/noise.h` follows the same rule. On a GPU one kernel of `kernels.sampling` replaces these hundred
+operators; its logarithms round differently.
 """
 
 from __future__ import annotations
@@ -36,6 +39,11 @@ TO_UNIFORM: Final = 2.0**-32 * (1 - 2.0**-24)
 ROUNDS: Final = 10
 MULTIPLIERS: Final = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 KEY_STEPS: Final = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
+_LOG_FACTORS: Final = (
+    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
+    2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
+)  # fmt: skip
+"""Of the logarithm's polynomial, the highest power's first."""
 _HALF: Final = 32
 _HALF_MASK: Final = (1 << _HALF) - 1
 
@@ -178,5 +186,24 @@ def _signed(bits: int) -> int:
 
 
 def _to_gumbel(numbers: torch.Tensor) -> torch.Tensor:
-    """Compute -log(-log(1 - number / 2^32)) in place."""
-    return numbers.mul_(-TO_UNIFORM).log1p_().neg_().log_().neg_()
+    """Return -log(-log(1 - number / 2^32))."""
+    minus_u = numbers * -TO_UNIFORM
+    return _log(_log(minus_u + 1.0, near=minus_u).neg_()).neg_()
+
+
+def _log(x: torch.Tensor, *, near: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the logarithm of normal positive numbers; where it is small, of 1 + `near`, which is x before rounding.
+
+    With x = 2^n (1 + f) and |f| < 0.42 it is f - f^2/2 + f^3 p(f) + n ln 2 (Cephes' logf).
+    """
+    bits = x.view(torch.int32)
+    twos = (bits - 0x3F3504F3) >> 23  # the bits of 1 / √2
+    f = (bits - (twos << 23)).view(torch.float32) - 1.0
+    if near is not None:
+        f = torch.where(twos == 0, near, f)
+    p = f * _LOG_FACTORS[0]
+    for factor in _LOG_FACTORS[1:-1]:
+        p = p.add_(factor).mul_(f)
+    n, square = twos.float(), f * f
+    rest = p.add_(_LOG_FACTORS[-1]).mul_(f * square).sub_(n * 2.12194440e-4).sub_(square * 0.5)
+    return rest.add_(f).add_(n * 0.693359375)  # and what that exceeds ln 2 by, above

@@ -43,6 +43,11 @@ class SamplingRow(NamedTuple):
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
+    def noise_temperature(self) -> float:
+        """Temperature of a draw with noise; 0 for the largest logit."""
+        return 0.0 if self.is_greedy else self.temperature
+
+    @property
     def is_filtered(self) -> bool:
         """True if a part of the vocabulary may be cut off before the draw."""
         return not self.is_greedy and (self.top_k > 0 or self.has_nucleus or self.min_p > 0.0)
@@ -80,14 +85,13 @@ class SequenceSampling:
         self.num_logprobs = sampling.num_logprobs if sampling.HasField("num_logprobs") else None
         self.num_prompt_logprobs = sampling.num_prompt_logprobs if sampling.HasField("num_prompt_logprobs") else None
         self.pooling = sampling.pooling
-        self._is_unchanged = self._bias is None and self._penalties is None and self.num_logprobs is None
+        is_edited = self._bias is not None or self._penalties is not None
+        self._draws_from_all = not (is_edited or self.num_logprobs is not None or self.draw().is_filtered)
 
     @property
     def is_plain(self) -> bool:
-        """True if the next token and all after it are the largest unedited logits, without log-probabilities."""
-        if not self._is_unchanged or self._sampling.temperature >= GREEDY_TEMPERATURE:
-            return False
-        return not len(self._end_ids) or self._num_output >= self._sampling.min_tokens
+        """True if the next token and all after it are drawn from all unedited logits, without log-probabilities."""
+        return self._draws_from_all and (not len(self._end_ids) or self._num_output >= self._sampling.min_tokens)
 
     def append(self, token_id: int) -> None:
         """Add the next output token."""

@@ -337,18 +337,24 @@ typedef struct {
     uint64_t y_stride;
 } hc_pick_op;
 
-/* best[shard, i] = the largest number of x[i] and its column, counted from `first`; of equals the first, and what is no
- * number is the largest of all. Ids are exact up to 2^24. Places of other shards become zeros: the sum over all shards is
- * what each has found, exactly, but for the sign of a zero. */
+/* best[shard, i] = the best score of x[i] and its column, counted from `first`; of equals the first, and what is no number
+ * is the best of all. A score is the number, or where row i has a temperature number / temperature + Gumbel noise, which is
+ * keyed by the seed, the position behind that of the row's input, and the column (sampling/noise.py). Ids are exact up to
+ * 2^24. Places of other shards become zeros: the sum over all shards is what each has found, exactly, but for the sign of a
+ * zero. */
 typedef struct {
     hc_op op;
     uint64_t columns;
-    const float *x;   /* [rows, columns] */
+    const float *x;            /* [rows, columns] */
     uint64_t first;
     uint64_t shards;
     uint64_t shard;
-    float *best;      /* [shards, rows, 2] */
-    void *scratch;    /* hc_scratch_bytes of this op */
+    float *best;               /* [shards, rows, 2] */
+    void *scratch;             /* hc_scratch_bytes of this op */
+    const float *temperatures; /* [rows], of which 0 is none; NULL: no row has one. Read, as what follows, whenever it runs */
+    const uint64_t *seeds;     /* [rows] */
+    const int64_t *positions;  /* of the inputs */
+    const int64_t *inputs;     /* [rows]: the input that each row is of; NULL: its own */
 } hc_choose_op;
 
 /* Of each draw takes the best of the shards, of equals the first; keeps it; and makes the inputs of a step that only

@@ -38,6 +38,22 @@ V_INLINE vf v_bits(vi bits) { return (vf)bits; }
 /* a where the mask has all bits, b where it has none. */
 V_INLINE vf v_choose(vi mask, vf a, vf b) { return v_bits((mask & (vi)a) | (~mask & (vi)b)); }
 
+/* Whether a mask has any bits; each lane has all or none. */
+V_INLINE int v_any(vi mask) {
+#if defined(__AVX512F__)
+    return _mm512_movepi32_mask((__m512i)mask) != 0;
+#elif defined(__AVX2__)
+    return _mm256_movemask_ps((__m256)mask) != 0;
+#elif defined(__aarch64__)
+    return vmaxvq_u32((uint32x4_t)mask) != 0;
+#else
+    int32_t any = 0;
+    for (int lane = 0; lane < HC_W; lane++)
+        any |= mask[lane];
+    return any != 0;
+#endif
+}
+
 /* a * b + c, in one rounding if the machine can. */
 V_INLINE vf v_fma(vf a, vf b, vf c) {
 #if defined(__AVX512F__)

@@ -8,8 +8,8 @@ replay. Results of torch's operators would be missing from a replay: RecordingGu
 needs torch computes operator by operator and logs the reason.
 
 A recorded step includes its logits. These are large and lie in memory that all recordings share: a host rank has
-sampled from them before the next pass begins. If all rows take their largest logit, sampling is recorded as well
-(native_sampling.py), and `draw` computes several steps with nothing between their calls.
+sampled from them before the next pass begins. If all rows draw from all logits as these are, sampling is recorded as
+well (sampling.py), and `draw` computes several steps with nothing between their calls.
 
 A recording holds addresses of weights, cache and inputs. It belongs to one decoder and one exchange, and ends with
 the cache.
@@ -36,7 +36,9 @@ from hetero_worker.runners.graphs.breaks import Breaks, CurrentStep, RecordedPas
 from hetero_worker.runners.input_batch import InputBatch
 from hetero_worker.runners.recorded.backend import NativeBackend, NativeSegment
 from hetero_worker.runners.recorded.exchange import RecordedExchange
-from hetero_worker.runners.recorded.sampling import MAX_IDS, NativeSampling
+from hetero_worker.runners.recorded.sampling import NativeSampling
+from hetero_worker.sampling.request import SamplingRow
+from hetero_worker.sampling.shard import MAX_IDS
 
 logger = logging.getLogger(__name__)
 
@@ -132,12 +134,13 @@ class NativeForward:
         caches: Sequence[LayerCache | None],
         exchange: Exchange,
         head_ranges: Sequence[UnitRange],
+        rows: Sequence[SamplingRow],
         steps: int,
         on_step: Callable[[], None],
     ) -> StepDraws:
         """See `DrawingForward.draw`."""
         bound, step = self._bind(decoder, caches, exchange), batch.decoder_input
-        self._draws.restart(steps)
+        self._draws.restart(rows, steps)
         for _ in range(steps):
             if (recorded := bound.drawn.get(id(step))) is not None:
                 self._op_queue.replay(recorded)

@@ -1,10 +1,10 @@
 """Multi-step decode: plain steps one after another, with nothing in between.
 
-A step is *plain* if it only decodes and all its draws are the largest unedited logits. A rank whose steps are recorded
-natively makes a plain step with its draws in one call (`native_sampling`). Plans that have come together and continue
-the same sequences become one multi-step: all are checked, and their blocks appended, before the first step; the inputs
-are made once; each step is a call; and the slots are brought up to date at the end. The host then pays once for coming
-back between steps with cold caches.
+A step is *plain* if it only decodes and all its draws are from all logits, unedited: the largest one, or one with
+noise. A rank whose steps are recorded natively makes a plain step with its draws in one call (`recorded.sampling`).
+Plans that have come together and continue the same sequences become one multi-step: all are checked, and their blocks
+appended, before the first step; the inputs are made once; each step is a call; and the slots are brought up to date at
+the end. The host then pays once for coming back between steps with cold caches.
 
 A multi-step equals its single steps to the last bit. A step meets other ranks in the same rounds either way, so ranks
 need not agree on where multi-steps begin and end. They must agree on *which* steps draw by themselves, and one rank may
@@ -125,6 +125,7 @@ class MultiStep:
         """
         context, slots, times = self._context, self._context.cache.slots, self._context.times
         batch = self._parts.inputs.fill_multi_step(self._first, slots, steps=self._num_steps)
+        drawing = batch.draw_slots.tolist()
         ended_s: list[float] = []
 
         def end_step() -> None:
@@ -138,12 +139,12 @@ class MultiStep:
                 caches=context.cache.layers,
                 exchange=context.exchange,
                 head_ranges=context.head_ranges,
+                rows=[slots.sampling(slot).draw() for slot in drawing],
                 steps=self._num_steps,
                 on_step=end_step,
             )
         times.end_each(ended_s)
         slots.append_steps(batch.draw_slots, draws.token_ids)
-        drawing = batch.draw_slots.tolist()
         for tokens, scores in zip(draws.token_ids.tolist(), draws.scores.tolist(), strict=True):
             if context.exchange.rank == 0:
                 for score in scores:

@@ -1,7 +1,8 @@
 """NativeSampling: the operations behind a recorded pass that draw its tokens and make them the next step's inputs.
 
-They serve draws that take the largest logit. With them a step needs nothing from the host but its start, and
-consecutive steps are one call each (`multi_step`). The tokens are kept until the last of these steps is done.
+They serve draws from all logits as these are: the largest one, or one with noise. With them a step needs nothing from
+the host but its start, and consecutive steps are one call each (`multi_step`). The tokens are kept until the last of
+these steps is done.
 
 Each rank with vocabulary rows sends its best, and every rank decides: among equals the lowest id, as
 `sampling.decision` does. One sum brings the bests to all. Each rank has a place of its own in it and zeros in all
@@ -12,7 +13,7 @@ to 2^24; models with more tokens do not draw so.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -23,13 +24,11 @@ from hetero_worker.models.decoder import DecoderInput
 from hetero_worker.native.compute_library import choose_op, step_on_op
 from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.runners.forward import StepDraws
+from hetero_worker.sampling.request import SamplingRow
+from hetero_worker.sampling.shard import BEST_FIELDS
 
-MAX_IDS: Final = 1 << 24
-"""float32 has all whole numbers up to this one."""
 MAX_STEPS: Final = 10
 """Steps whose draws are kept: as many as a gateway sends ahead (`lookahead.MOST` there)."""
-_BEST_FIELDS: Final = 2
-"""Score and id."""
 
 
 class NativeSampling:
@@ -41,6 +40,8 @@ class NativeSampling:
         self._num_kept = np.zeros(1, dtype=np.uint64)
         self._token_ids = np.zeros(MAX_STEPS * most_rows, dtype=np.int64)
         self._scores = np.zeros(MAX_STEPS * most_rows, dtype=np.float32)
+        self._temperatures = np.zeros(most_rows, dtype=np.float32)
+        self._seeds = np.zeros(most_rows, dtype=np.uint64)
 
     def submit(
         self, step: DecoderInput, logits: torch.Tensor | None, *, head_ranges: Sequence[UnitRange], exchange: Exchange
@@ -50,20 +51,28 @@ class NativeSampling:
         `logits` is float32 [rows, this rank's vocabulary rows], contiguous, and unused on a rank without such rows.
         Raises ValueError for other logits, and the exchange's errors.
         """
-        rows, own = len(step.token_ids), head_ranges[exchange.rank]
+        rows, own, inputs = len(step.token_ids), head_ranges[exchange.rank], step.logit_rows
+        assert inputs is not None, "a runner's steps say which rows' logits they want"
         telling = [rank for rank, others in enumerate(head_ranges) if others.size]
-        best = self._op_queue.empty(len(telling), rows, _BEST_FIELDS)
+        best = self._op_queue.empty(len(telling), rows, BEST_FIELDS)
         if own.size:
-            self._choose(logits, own, telling.index(exchange.rank), best)
+            op = self._choose_op(logits, own, telling.index(exchange.rank), best)
+            op.positions, op.inputs = step.positions.data_ptr(), inputs.data_ptr()
+            self._op_queue.submit(op, logits, step, self)
         if exchange.world_size > 1:
             exchange.among(tuple(range(exchange.world_size))).all_reduce(best, telling)
-        self._step_on(step, best)
+        self._step_on(step, best, inputs)
 
-    def restart(self, steps: int) -> None:
-        """Forget the kept draws before so many steps. Raises ValueError for more steps than there is room for."""
+    def restart(self, rows: Sequence[SamplingRow], steps: int) -> None:
+        """Forget the kept draws before so many steps that draw as `rows` say.
+
+        Raises ValueError for more steps than there is room for.
+        """
         if steps > MAX_STEPS:
             raise ValueError(f"draws of {MAX_STEPS} steps are kept, not of {steps}")
         self._num_kept[0] = 0
+        self._temperatures[: len(rows)] = [row.noise_temperature for row in rows]
+        self._seeds[: len(rows)] = [row.seed for row in rows]
 
     def of_steps(self, steps: int, rows: int) -> StepDraws:
         """Return the draws of so many steps since the restart. Raises RuntimeError if other steps have drawn."""
@@ -72,7 +81,7 @@ class NativeSampling:
         count = steps * rows
         return StepDraws(self._token_ids[:count].reshape(steps, rows), self._scores[:count].reshape(steps, rows))
 
-    def _choose(self, logits: torch.Tensor | None, own: UnitRange, place: int, best: torch.Tensor) -> None:
+    def _choose_op(self, logits: torch.Tensor | None, own: UnitRange, place: int, best: torch.Tensor) -> Any:
         shards, rows, _ = best.shape
         if logits is None:
             raise ValueError(f"draws are of logits, and a rank with {own.size} vocabulary rows has made none")
@@ -80,12 +89,12 @@ class NativeSampling:
             raise ValueError(f"draws are of contiguous float32 logits, not of {logits.dtype} {tuple(logits.shape)}")
         op = choose_op(rows, own.size, logits.data_ptr(), own.begin, shards, place, best.data_ptr())
         op.scratch = self._op_queue.scratch(op)
-        self._op_queue.submit(op, logits)
+        op.temperatures, op.seeds = self._temperatures.ctypes.data, self._seeds.ctypes.data
+        return op
 
-    def _step_on(self, step: DecoderInput, best: torch.Tensor) -> None:
+    def _step_on(self, step: DecoderInput, best: torch.Tensor, inputs: torch.Tensor) -> None:
         shards, rows, _ = best.shape
-        decode, inputs = step.attention.decode, step.logit_rows
-        assert inputs is not None, "a runner's steps say which rows' logits they want"
+        decode = step.attention.decode
         op = step_on_op(rows, shards, best.data_ptr(), inputs.data_ptr())
         op.token_ids, op.positions = step.token_ids.data_ptr(), step.positions.data_ptr()
         op.slot_mapping = step.attention.slot_mapping.data_ptr()
