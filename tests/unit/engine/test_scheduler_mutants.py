@@ -284,6 +284,7 @@ def run_properties() -> None:
     run_state_machine_as_test(
         SchedulerMachine,
         settings=settings(
+            max_examples=400,
             stateful_step_count=60,
             phases=(Phase.generate,),
             derandomize=True,
