@@ -222,7 +222,7 @@ MUTANTS: Final = (
     Mutant(
         "group: a rank that leaves with its gateway ends its streams",
         "worker/hetero_gateway/group/rendezvous.py",
-        "        if self.state is GroupState.DRAINING:\n            await self._core.wait_idle()",
+        "        if self.state is GroupState.DRAINING:\n            await self._core.wait_drained()",
         "        pass",
         ("tests/unit/group/test_epoch_ends.py",),
     ),

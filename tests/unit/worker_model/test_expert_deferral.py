@@ -70,9 +70,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyCheck
 
 
 def late_of(checkpoint: TinyCheckpoint, layout: Layout) -> dict[int, frozenset[int]]:
-    """Layers of the model that have experts."""
-    layers = checkpoint.reference.model.layers
-    return {i: experts for i, experts in layout.late.items() if hasattr(layers[i].mlp, "experts")}
+    """Layers of the model that have experts, as the next one has."""
+    has_experts = [hasattr(layer.mlp, "experts") for layer in checkpoint.reference.model.layers]
+    return {i: experts for i, experts in layout.late.items() if has_experts[i] and has_experts[i + 1]}
 
 
 def completed(group: RankGroup, *, chunk: int | None = None) -> tuple[torch.Tensor, list[int]]:
