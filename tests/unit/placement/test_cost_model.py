@@ -7,13 +7,14 @@ import pytest
 from hetero_api.errors import PlanError
 from hetero_api.sharding import ShardPlan
 from hetero_api.spec import PlacementShares, WorkloadSpec
-from hetero_placement.cost_model import SLICE_ROWS, CostModel
+from hetero_placement.cost_model import SLICE_ROWS, CostModel, WidePlace
 from hetero_placement.decision import Bounds
 from hetero_placement.hardware import CostPoint, ExchangeSpeeds, Hardware, Part, Speeds
 from hetero_placement.part_costs import PartCosts
 from hetero_placement.shard_plans import deal_within_layers, plan_of_layers, plan_within_layers
 from hetero_placement.steps import Repeated, Span, Step, WorkloadSteps, micro_batches, prompt_steps
 from hetero_worker.models.lending import SLICE_ROWS as WORKER_SLICE_ROWS
+from hetero_worker.models.lending import row_slices
 from hetero_worker.models.micro_batches import best_number
 from tests.support.closed_form import ClosedForm
 from tests.unit.placement.placement_setup import LLAMA_70B, MIXTRAL, config_of, cpu, gpu, group, model_of
@@ -130,6 +131,14 @@ def test_micro_batches_are_those_that_the_worker_makes(rows: int, stages: int) -
 
 def test_slices_are_those_that_the_worker_makes() -> None:
     assert SLICE_ROWS == WORKER_SLICE_ROWS
+
+
+@pytest.mark.parametrize("rows", [0, 1, 127, 128, 129, 500, 1000, 4096])
+@pytest.mark.parametrize("helpers", [1, 2, 3, 8, 64])
+def test_slices_of_experts_are_as_many_as_the_worker_makes(rows: int, helpers: int) -> None:
+    place = WidePlace([0], helpers=helpers, experts=True)
+    made = row_slices(rows, row_bytes=4, link_bytes=1 << 20, expert_helpers=helpers).bounds
+    assert place.num_slices(rows) == max(1, len(made))
 
 
 def test_slices_let_a_helpers_ways_and_work_overlap() -> None:
