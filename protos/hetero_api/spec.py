@@ -503,9 +503,9 @@ class RecoverySpec(SpecModel):
     """Steps that are taken when a rank is lost."""
 
     rendezvous_timeout_seconds: Annotated[int, Field(ge=5, le=86_400)] = 600
-    """Longest wait for all ranks to meet and load."""
+    """Longest wait for all ranks to meet, and then for a load to get on."""
     startup_timeout_seconds: Annotated[int, Field(ge=30, le=86_400)] = 1800
-    """Longest time from a pod's start to its readiness, model fetch left out."""
+    """Longest time from a pod's start until its ranks have met, model fetch left out."""
     step_timeout_seconds: Annotated[int, Field(ge=1, le=3_600)] = 60
     """Longest step before the ranks count as hung."""
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 5

@@ -401,7 +401,7 @@ def test_group_that_never_gets_ready_ends_in_time(launcher: Launcher) -> None:
     launcher.start(STAND_IN_GATEWAY="never-ready")
     code, _, err = launcher.end()
     assert code == EXIT_FAILURE
-    assert "not ready within 5 s (spec.recovery.rendezvousTimeoutSeconds)" in err
+    assert "not ready within 5 s of its start or last progress (spec.recovery.rendezvousTimeoutSeconds)" in err
 
 
 def test_processes_that_ignore_sigterm_are_killed(launcher: Launcher) -> None:

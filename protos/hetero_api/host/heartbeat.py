@@ -2,7 +2,7 @@
 
 The rank's main thread writes at every change, in about a microsecond; nobody has to ask it, so an observer can see that
 a main thread hangs. A rank that waits (for a gateway, for its peers, for a request) is never late. Work has a limit,
-and is late after it. Times are of the monotonic clock, which all processes of a machine share.
+which begins anew when long work gets on, and is late after it. Times are of the monotonic clock, which all processes of a machine share.
 
 A process that is frozen as a whole (stopped, or never given a core) cannot say so; a second thread counts pulses. From
 both, `HangWatch` tells a supervisor that a process is to be killed.
@@ -90,6 +90,7 @@ class Heartbeat:
         self._state = RankState.STARTING
         self._epoch = 0
         self._due_s = 0.0
+        self._limit_s = 0.0
         self._steps = 0
         self._loads = 0
 
@@ -102,26 +103,31 @@ class Heartbeat:
             return cls(mmap.mmap(file.fileno(), SIZE_BYTES))
 
     def enter(self, state: RankState, *, epoch: int) -> None:
-        """Return the rank is this far."""
+        """Record a new state of the rank."""
         self._loads += state is RankState.LOADED
         self._state, self._epoch = state, epoch
         self._write()
 
     def count_step(self) -> None:
-        """Return a step is done."""
+        """Count a step."""
         self._steps += 1
         self._write()
 
     @contextmanager
     def working(self, limit_s: float) -> Iterator[None]:
-        """Around work that hangs if it takes longer than `limit_s`."""
-        self._due_s = time.monotonic() + limit_s
-        self._write()
+        """Around work that hangs if it takes longer than `limit_s`, or takes that long to get on."""
+        self._limit_s = limit_s
+        self.get_on()
         try:
             yield
         finally:
             self._due_s = 0.0
             self._write()
+
+    def get_on(self) -> None:
+        """Begin the limit of the work under way anew."""
+        self._due_s = time.monotonic() + self._limit_s
+        self._write()
 
     def keep_pulse(self) -> None:
         """Count pulses from a thread of its own until the process ends."""

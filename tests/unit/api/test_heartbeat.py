@@ -54,6 +54,16 @@ def test_only_work_is_late(memory: HeartbeatMemory) -> None:
     assert memory.read().overdue_s(now_s + 1_000_000) == 0
 
 
+def test_long_work_is_not_late_while_it_gets_on(memory: HeartbeatMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    heartbeat, now_s = writer(memory), 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    with heartbeat.working(10):
+        now_s = 109.0
+        heartbeat.get_on()
+        assert memory.read().overdue_s(118) == 0
+        assert memory.read().overdue_s(121) == 2
+
+
 def test_work_that_raises_is_over(memory: HeartbeatMemory) -> None:
     heartbeat = writer(memory)
     with pytest.raises(KeyError), heartbeat.working(10):

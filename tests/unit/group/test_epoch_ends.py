@@ -125,6 +125,23 @@ async def test_a_rank_that_does_not_answer_in_time_is_named(through: int) -> Non
             assert "spec.recovery.rendezvousTimeoutSeconds" in reason
 
 
+async def test_ranks_that_get_on_with_a_load_have_time() -> None:
+    async with GroupBench(timed(rendezvous_timeout_seconds=0.2)) as bench:
+        zero, one = await engaged(bench, through=1)
+        zero.answer("load_model", ranks_pb2.LoadModel())
+        reading = ranks_pb2.Progress(work="reading weights", total=100, unit="B")
+        for reading.done in range(1, 9):
+            one.say(1, heartbeat=ranks_pb2.Heartbeat(progress=reading))
+            await asyncio.sleep(0.05)
+        assert bench.group.state is GroupState.LOADING
+        began_s = time.monotonic()
+        for _ in range(8):
+            one.say(1, heartbeat=ranks_pb2.Heartbeat(progress=reading))  # it says the same again: it hangs
+            await asyncio.sleep(0.05)
+        assert "rank 1 (pod-1) did not answer 'loaded' within 0.2 s" in (await zero.expect("abort")).reason
+        assert time.monotonic() - began_s < 5
+
+
 async def test_a_warm_up_step_without_a_result_ends_the_epoch() -> None:
     async with GroupBench(timed(step_timeout_seconds=0.02)) as bench:
         zero, one = await engaged(bench, through=3)

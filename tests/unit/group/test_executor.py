@@ -307,6 +307,17 @@ async def test_a_command_that_a_rank_does_not_answer_is_a_lost_group() -> None:
     assert len(bench.late) == 1
 
 
+async def test_a_command_that_gets_on_has_time() -> None:
+    bench = Bench(timeout_s=0.2)
+    task = await bench.command()
+    for _ in range(6):
+        await asyncio.sleep(0.05)
+        bench.executor.note_progress()
+    assert not task.done()
+    with pytest.raises(GroupLost, match=r"rank 0, 1 did not answer a command within 0\.2 s"):
+        await task
+
+
 async def test_a_command_goes_on_when_its_caller_gives_up() -> None:
     bench = Bench()
     task = await bench.command()

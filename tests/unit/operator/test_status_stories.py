@@ -261,6 +261,19 @@ def test_a_model_may_take_any_time_to_fetch() -> None:
     assert conditions(scene.tell())["Progressing"] == ("True", "FetchingModel")
 
 
+def test_a_load_may_take_any_time_that_the_gateway_gives_it() -> None:
+    scene = StatusScene.of()
+    start(scene)
+    scene.answer(serving=False, state=GroupState.LOADING, ranks=scene.ranks(weight_bytes=0))
+    scene.tell()
+    scene.pass_time(LIMIT_S + 1)
+    assert conditions(scene.tell())["Progressing"] == ("True", "LoadingModel")
+    scene.answer(serving=False, state=GroupState.FORMING)
+    assert conditions(scene.tell())["Progressing"][0] == "True", "a condition has changed"
+    scene.pass_time(LIMIT_S + 1)
+    assert conditions(scene.tell())["Progressing"] == ("False", "ProgressDeadlineExceeded")
+
+
 def test_a_start_that_was_too_slow_is_forgiven_when_it_succeeds() -> None:
     scene = StatusScene.of()
     start(scene)

@@ -35,13 +35,14 @@ def health(*ranks: SaidRank, turned_s: float = NOW_S) -> PodHealth:
     return PodHealth(ranks, turned_s=lambda: turned_s, clock=lambda: NOW_S)
 
 
-def test_a_pod_has_started_once_every_rank_had_its_weights() -> None:
+@pytest.mark.parametrize("waiting", [RankState.STARTING, RankState.JOINING, RankState.BROKEN])
+def test_a_pod_has_started_once_every_rank_met_its_group(waiting: RankState) -> None:
     first, second = SaidRank(0, beat(RankState.LOADED, loads=1)), SaidRank(1)
     pod = health(first, second)
     assert pod.startup() == "rank 1 is not running"
-    second.said = beat(RankState.FORMED)
-    assert pod.startup() == "rank 1 is FORMED"
-    second.said = beat(RankState.SERVING, loads=1)
+    second.said = beat(waiting)
+    assert pod.startup() == f"rank 1 is {waiting.name}"
+    second.said = beat(RankState.FORMED)  # a load takes as long as its model is large
     assert pod.startup() == ""
     second.said = None
     assert pod.startup() == ""  # for good: liveness takes over

@@ -234,9 +234,11 @@ class LocalGroup:
         seen: GroupTopology | None = None
         while time.monotonic() < deadline:
             self._check(self._supervisor.wait(STARTING_LOOK_S, wake=self._signals.fileno()))
-            seen = self._look() or seen
+            before, seen = seen, self._look() or seen
             if seen is None:
                 continue
+            if _got_on(before, seen):
+                deadline = time.monotonic() + limit_s
             listener(seen)
             if loading_s is None and seen.state in (GroupState.LOADING, GroupState.READY):
                 loading_s = time.monotonic()
@@ -413,11 +415,18 @@ def check_port(port: int, *, option: str, field_path: str) -> None:
             ) from error
 
 
+def _got_on(before: GroupTopology | None, seen: GroupTopology) -> bool:
+    """Return whether a rank reports another progress of its long work than before."""
+    known = {rank.rank: rank.progress for rank in before.ranks} if before is not None else {}
+    return any(rank.progress is not None and rank.progress != known.get(rank.rank) for rank in seen.ranks)
+
+
 def _timeout_message(seen: GroupTopology | None, limit_s: float, logs: Path) -> str:
     state = f"it is {seen.state.value}" if seen is not None else "the gateway does not answer"
     missing = [rank.pod_name or f"rank {rank.rank}" for rank in seen.ranks if not rank.joined] if seen else []
     waiting = f", waiting for {', '.join(missing)}" if missing else ""
     return (
-        f"the group was not ready within {limit_s:g} s (spec.recovery.rendezvousTimeoutSeconds): "
+        f"the group was not ready within {limit_s:g} s of its start or last progress "
+        f"(spec.recovery.rendezvousTimeoutSeconds): "
         f"{state}{waiting}; logs are in {logs}"
     )

@@ -145,7 +145,7 @@ class Epoch:
         if kind == "step_result":
             self._executor.take_results(member.rank, [message.step_result, *message.further_results])
         elif kind == "heartbeat":
-            self.heartbeats[member.rank] = message.heartbeat
+            self._take_heartbeat(member.rank, message.heartbeat)
         elif kind == "step_trace":
             self._core.take_step_trace(member.rank, message.step_trace)
         elif kind == "echo":
@@ -159,6 +159,12 @@ class Epoch:
         else:
             expected = self._expected or "nothing"
             raise RankMisbehaved(f"{member} said {kind} in epoch {self.number}, expected of it is {expected}")
+
+    def _take_heartbeat(self, rank: int, heartbeat: ranks_pb2.Heartbeat) -> None:
+        last = self.heartbeats.get(rank)
+        self.heartbeats[rank] = heartbeat
+        if heartbeat.HasField("progress") and (last is None or heartbeat.progress != last.progress):
+            self._executor.note_progress()
 
     async def command(self, command: ranks_pb2.GroupCommand) -> list[ranks_pb2.CommandReport]:
         """Have every rank carry out a command between two steps; return their reports, in rank order.
@@ -352,12 +358,22 @@ class Epoch:
         broadcast((member.link for member in self.members), message)
 
     async def _await_answers(self, kind: str, deadline_s: float) -> list[ranks_pb2.RankMessage]:
-        """Wait for every rank's answer of one kind; return them in rank order. Raises EpochEnded."""
+        """Wait for every rank's answer of one kind; return them in rank order. Raises EpochEnded.
+
+        The deadline moves on while ranks say that they get on: how long a load takes depends on the model's size.
+        """
         self._expected, self._answers, self._answered = kind, {}, asyncio.Event()
-        left_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time
         answered = asyncio.ensure_future(self._answered.wait())
         try:
-            await asyncio.wait((answered, self.over), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            left_s = deadline_s - now()
+            while True:
+                await asyncio.wait(
+                    (answered, self.over), timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED
+                )
+                left_s = self._executor.progressed_s + self._rendezvous_timeout_s - now()
+                if self.over.done() or self._answered.is_set() or left_s <= 0:
+                    break
         finally:
             answered.cancel()
         if self.over.done():
@@ -366,7 +382,7 @@ class Epoch:
             silent = ", ".join(str(member) for member in self.members if member.rank not in self._answers)
             raise EpochEnded(
                 f"{silent} did not answer {kind!r} within {self._rendezvous_timeout_s:g} s of the epoch's "
-                "begin (spec.recovery.rendezvousTimeoutSeconds)"
+                "begin or the last progress (spec.recovery.rendezvousTimeoutSeconds)"
             )
         return [self._answers[member.rank] for member in self.members]
 

@@ -7,7 +7,8 @@ the next step then. Plans that are submitted in one turn of the loop travel toge
 says what it would say alone.
 
 A step's time counts from when it became the oldest one out, i.e. from when the ranks could begin with it, and so does
-a command's. A step that exceeds its time ends the epoch, through `on_late`. One asyncio loop.
+a command's. A step that exceeds its time ends the epoch, through `on_late`, and so does a command of which
+no rank has said for as long that it gets on. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class _Command:
     began_s: float
     future: asyncio.Future[CommandAnswer]
     reports: dict[int, ranks_pb2.CommandReport] = field(default_factory=dict)
+    late: asyncio.TimerHandle | None = None
 
 
 class GroupExecutor:
@@ -70,6 +72,8 @@ class GroupExecutor:
         """Rows from which on a step with prompts streams experts; None: none does."""
         self.num_steps = 0
         """Steps that were answered."""
+        self.progressed_s = 0.0
+        """Time of the loop at which a rank last said that its long work has got on."""
         self._links = tuple(links)
         self._epoch = epoch
         self._step_timeout_s = step_timeout_s
@@ -155,12 +159,15 @@ class GroupExecutor:
         answered: asyncio.Future[CommandAnswer] = asyncio.get_running_loop().create_future()
         sent = self._command = _Command(plan.step_id, in_turn, time.monotonic(), answered)
         self._send(plan)
-        late = asyncio.get_running_loop().call_later(self._command_timeout_s, self._on_late_command, sent)
+        self._arm_command(sent, self._command_timeout_s)
         try:
             return await asyncio.shield(sent.future)
         finally:
-            if sent.future.done():
-                late.cancel()
+            if sent.future.done() and sent.late is not None:
+                sent.late.cancel()
+
+    def _arm_command(self, command: _Command, seconds: float) -> None:
+        command.late = asyncio.get_running_loop().call_later(seconds, self._on_late_command, command)
 
     def _send(self, plan: ranks_pb2.StepPlan) -> None:
         if self._leaving is None:
@@ -218,6 +225,10 @@ class GroupExecutor:
             reports = [command.reports[rank] for rank in range(len(self._links))]
             command.future.set_result(CommandAnswer(reports, now - command.began_s))
 
+    def note_progress(self) -> None:
+        """Begin the limit of a command anew: a rank's long work has got on."""
+        self.progressed_s = asyncio.get_running_loop().time()
+
     def lose(self, reason: str) -> None:
         """End the epoch: what is out, and what comes later, raises GroupLost. Only the first reason counts."""
         if self._lost is not None:
@@ -259,7 +270,12 @@ class GroupExecutor:
             )
 
     def _on_late_command(self, command: _Command) -> None:
-        if self._command is command:
+        if self._command is not command:
+            return
+        left_s = self.progressed_s + self._command_timeout_s - asyncio.get_running_loop().time()
+        if left_s > 0:
+            self._arm_command(command, left_s)
+        else:
             silent = ", ".join(str(rank) for rank in range(len(self._links)) if rank not in command.reports)
             self._on_late(
                 f"rank {silent} did not answer a command within {self._command_timeout_s:g} s "

@@ -1,6 +1,6 @@
 """Probes of a rank pod for the kubelet, and its metrics for Prometheus.
 
-Started: every rank has had its weights at some time. Alive: the supervisor's loop turns, and no rank is late with its
+Started: every rank has met its group at some time, and is asked to load, which may take any time while it gets on. Alive: the supervisor's loop turns, and no rank is late with its
 work; a rank that waits (for a gateway, for peers, for its next start) is alive. Ready: every rank serves, all in one
 epoch. Read from heartbeats, in the probe server's threads.
 """
@@ -24,6 +24,7 @@ LOOP_LIMIT_S: Final = 15.0
 """A supervisor whose loop has not turned for this long is stuck."""
 
 Readings = list[tuple[Service, Beat | None]]
+_MET: Final = frozenset({RankState.FORMED, RankState.LOADED, RankState.SERVING})
 
 
 class PodHealth:
@@ -45,12 +46,12 @@ class PodHealth:
         return {"/startupz": self.startup, "/livez": self.live, "/readyz": self.ready}
 
     def startup(self) -> str:
-        """Return which ranks have not loaded; "" once all have, for good."""
+        """Return which ranks have met no group; "" once all have, for good."""
         if not self._started:
             waiting = [
                 f"rank {rank.name} is {_state_name(beat)}"
                 for rank, beat in self._read()
-                if beat is None or not beat.loads
+                if beat is None or not (beat.loads or beat.state in _MET)
             ]
             if waiting:
                 return "; ".join(waiting)

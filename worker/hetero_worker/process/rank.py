@@ -160,7 +160,7 @@ def _prepare(
         open_weights=partial(Checkpoint, packed=packed),
     )
     draft = None if config.draft_dir is None else DraftModel(backend, config.draft_dir, identity.open_weights)
-    progress = WorkProgress()
+    progress = WorkProgress(heartbeat.get_on)
     runner = PlanRunner(backend, measure=kept.measure_workspace, draft=draft, progress=progress)
 
     def new_session(connect_timeout_s: float) -> WorkerStateMachine:

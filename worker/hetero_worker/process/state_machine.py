@@ -63,7 +63,7 @@ from hetero_worker.runners.base import Runner, WorkProgress
 _log = logging.getLogger(__name__)
 
 LOAD_LIMIT_S: Final = 3600.0
-"""A load that takes longer hangs. The gateway has a shorter limit; this one is for the process's supervisor."""
+"""A load that reads nothing for so long hangs. The gateway has a shorter limit; this one is for the process's supervisor."""
 _ECHOES: Final = 8
 """Echoes after the first, which only warms up."""
 _LIMIT_FACTOR: Final = 2.0
@@ -286,7 +286,8 @@ class WorkerStateMachine:
     def _limit_s(self, message: ranks_pb2.GatewayMessage) -> float:
         command = message.step_plan.command
         # With the cache the driver pins experts that are streamed.
-        if command.wake.weights or message.HasField("load_model") or message.HasField("allocate_cache"):
+        loads = command.wake.weights or command.HasField("update_weights")
+        if loads or message.HasField("load_model") or message.HasField("allocate_cache"):
             return LOAD_LIMIT_S
         return _limit_within(message.form_group) if message.HasField("form_group") else self._usual_limit_s
 

@@ -37,10 +37,14 @@ from hetero_worker.distributed.exchange import Exchange
 
 
 class WorkProgress:
-    """How far the rank's long work has come. One thread works; another reads `message`."""
+    """How far the rank's long work has come. One thread works; another reads `message`.
 
-    def __init__(self) -> None:
+    `on_advance` is called by the working thread whenever some of the work is done.
+    """
+
+    def __init__(self, on_advance: Callable[[], None] = lambda: None) -> None:
         self._now: ranks_pb2.Progress | None = None
+        self._on_advance = on_advance
 
     @contextmanager
     def of(self, work: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
@@ -60,6 +64,7 @@ class WorkProgress:
         if now is not None:  # a message that another thread may be sending is never changed
             done = min(now.total, now.done + amount)
             self._now = ranks_pb2.Progress(work=now.work, done=done, total=now.total, unit=now.unit)
+            self._on_advance()
 
 
 @dataclass(frozen=True, slots=True)

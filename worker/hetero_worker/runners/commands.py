@@ -278,10 +278,13 @@ class GroupCommands:
         self._model_state.drop_shard()
         gc.collect()
         self._backend.memory_pool.release_unused()
-        shard = self._model_state.shard = load_shard(read_for, self._backend, kernel=kernel)
+        shard = self._model_state.shard = self._load_shard(read_for, kernel)
         self._model_state.cache = make_cache(
             order, self._backend, decoder=shard.decoder, request=request, report=report, layers=layers
         )
+
+    def _load_shard(self, request: LoadRequest, kernel: LinearKernel) -> LoadedShard:
+        return load_shard(request, self._backend, kernel=kernel, progress=self._model_state.progress)
 
     def _prepare_sleep(self, level: int) -> _Prepared:
         if level not in _LEVELS:
@@ -345,7 +348,7 @@ class GroupCommands:
                 self._model_state.drop_shard()  # the next epoch reads them again
                 raise WeightsDamagedError("weights changed in memory while they were asleep; they are read again")
             return kept
-        shard = load_shard(sleeping.request, self._backend, kernel=sleeping.kernel)
+        shard = self._load_shard(sleeping.request, sleeping.kernel)
         if checksum(shard) != sleeping.checksum:
             raise WeightsChangedError(
                 f"{sleeping.request.directory}: the weights read on waking are not those that went to sleep; put the "

@@ -19,7 +19,7 @@ from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.memory.budget import mib
 from hetero_worker.memory.weight_offload import OffloadedWeights
 from hetero_worker.models.decoder import Decoder
-from hetero_worker.runners.base import LoadRequest
+from hetero_worker.runners.base import LoadRequest, WorkProgress
 from hetero_worker.runners.forward import ForwardPass
 from hetero_worker.runners.plan_check import PlanBounds, PlanCheck
 from hetero_worker.runners.shard import LoadedShard
@@ -44,10 +44,11 @@ class SleepingWeights:
 
 
 class ModelState:
-    """Weights and cache of one rank; see the module."""
+    """Weights and cache of one rank; see the module. `progress` is told how far reading weights has come."""
 
-    def __init__(self, backend: DeviceBackend) -> None:
+    def __init__(self, backend: DeviceBackend, progress: WorkProgress) -> None:
         self.backend = backend
+        self.progress = progress
         self.shard: LoadedShard | None = None
         self.offloaded: OffloadedWeights | None = None
         """The shard's weights, while they sleep on the host: then the shard cannot be used."""

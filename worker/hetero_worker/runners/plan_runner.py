@@ -64,13 +64,12 @@ class PlanRunner:
         `draft`: the model that this rank loads beside its shard if it becomes rank 0. `progress`: what is told how far
         loading has come.
         """
-        self._progress = progress
         self._sample = sample
         self._sampler: ShardSampler = HOST_SAMPLER
         self._measure = measure
         self._workspaces: dict[StepLimits, int | None] = {}
         self._exchange: Exchange | None = None
-        self._model_state = ModelState(backend)
+        self._model_state = ModelState(backend, progress or WorkProgress())
         self._draft_given = draft
         self._draft: DraftModel | None = None
         self.backend: Final = backend
@@ -129,7 +128,7 @@ class PlanRunner:
         request = self._load_draft(request)
         if shard is None or not shard.serves(request):
             shard = None  # the old weights go before the new ones come
-            shard = load_shard(request, self.backend, progress=self._progress)
+            shard = load_shard(request, self.backend, progress=state.progress)
             load_s = shard.load_s
             self._sampler = self.backend.sampler()
             self._workspaces.clear()

@@ -5,7 +5,8 @@ False  everything is as asked for; or only a person can help: the spec is refuse
        used up and waits; or nothing moved for so long that nobody should count on it
 
 "So long" is startupTimeoutSeconds and rendezvousTimeoutSeconds together, since the last thing that moved: a condition,
-a pod that was created, a model that was fetched. A fetch may take any time. The next look is at the next time at which
+a pod that was created, a model that was fetched. A fetch may take any time, and so may a load, which the gateway ends
+when it no longer gets on. The next look is at the next time at which
 time alone changes something, and often while something is awaited.
 """
 
@@ -29,7 +30,9 @@ from hetero_operator.reconcile.status.situation import Situation
 from hetero_operator.reconcile.status.text import bounded, parsed_time, stored_conditions
 
 _GIVEN_UP: Final = frozenset({Reason.GROUP_FAILED, Reason.RESTART_BUDGET_EXHAUSTED})
-_WITHOUT_DEADLINE: Final = frozenset({Reason.ROLLING_OUT, Reason.FETCHING_MODEL, Reason.SCHEDULING_GATED})
+_WITHOUT_DEADLINE: Final = frozenset(
+    {Reason.ROLLING_OUT, Reason.FETCHING_MODEL, Reason.LOADING_MODEL, Reason.SCHEDULING_GATED}
+)
 _OF_NO_POD: Final = frozenset(
     {
         ConditionType.PROGRESSING, ConditionType.DEGRADED, ConditionType.ACCEPTED, ConditionType.SUSPENDED,
