@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from hetero_api.errors import ModelError
+from hetero_api.errors import ModelError, unreadable_model
 from hetero_api.model_directory import MAX_HEADER_BYTES, MAX_TOKENIZER_BYTES, model_file
 from hetero_api.weight_format import WeightFormat
 
@@ -120,7 +120,9 @@ class GgufHeader:
         try:
             with model_file(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _Reader(path, data, lists).header()
-        except (OSError, ValueError) as error:  # mmap raises ValueError for an empty file
+        except OSError as error:
+            raise unreadable_model(path, error) from error
+        except ValueError as error:  # mmap raises it for an empty file
             raise ModelError(f"{path}: cannot be read: {error}") from error
 
 

@@ -570,8 +570,6 @@ def read_json(path: Path) -> dict[str, Any]:
         data = parse_json(read_model_file(path, max_bytes=MAX_CONFIG_BYTES), path)
     except FileNotFoundError as error:
         raise ModelError(f"{path}: no such file; a model directory in Hugging Face format has one") from error
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
     if not isinstance(data, dict):
         raise ModelError(f"{path}: must hold a JSON object")
     return data

@@ -516,5 +516,5 @@ def model_fingerprint(directory: Path) -> str:
         return hashlib.sha256(json.dumps(read_gguf_config(files), sort_keys=True).encode()).hexdigest()
     try:
         return hashlib.sha256(read_model_file(directory / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)).hexdigest()
-    except OSError as error:
+    except FileNotFoundError as error:
         raise ModelError(f"{directory / CONFIG_FILE}: {error.strerror}") from error

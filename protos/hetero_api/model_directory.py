@@ -11,13 +11,15 @@ was made of. The gateway serves it under that name, and reports to clients and t
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hetero_api.errors import ModelError
+from hetero_api.errors import ModelError, unreadable_model
 
 MAX_CONFIG_BYTES: Final = 16 << 20
 MAX_INDEX_BYTES: Final = 64 << 20
@@ -52,7 +54,7 @@ def model_file(path: Path, *, max_bytes: int | None = None) -> Path:
     except (FileNotFoundError, NotADirectoryError):  # the latter where a GGUF file is named in place of a directory
         return path
     except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+        raise unreadable_model(path, error) from error
     if not stat.S_ISREG(status.st_mode):
         raise ModelError(f"{path}: is no regular file")
     if max_bytes is not None and status.st_size > max_bytes:
@@ -61,9 +63,17 @@ def model_file(path: Path, *, max_bytes: int | None = None) -> Path:
 
 
 def read_model_file(path: Path, *, max_bytes: int) -> bytes:
-    """Return what a file of a model directory holds. Raises ModelError as `model_file` does, or OSError."""
-    with model_file(path, max_bytes=max_bytes).open("rb") as file:
-        data = file.read(max_bytes + 1)
+    """Return what a file of a model directory holds.
+
+    Raises FileNotFoundError if there is none, ModelError as `model_file` does and for one that cannot be read.
+    """
+    try:
+        with model_file(path, max_bytes=max_bytes).open("rb") as file:
+            data = file.read(max_bytes + 1)
+    except (FileNotFoundError, NotADirectoryError) as error:  # the latter where a GGUF file is named
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
+    except OSError as error:
+        raise unreadable_model(path, error) from error
     if len(data) > max_bytes:
         raise ModelError(f"{path}: grows while it is read")
     return data
@@ -94,7 +104,7 @@ def may_hold_tensor(directory: Path, tensor: str) -> bool:
             length = min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES)
             return tensor.encode() in file.read(length)
     except OSError as error:
-        raise ModelError(f"{directory}: cannot be read: {error.strerror}") from error
+        raise unreadable_model(directory, error) from error
 
 
 def _is_cached(real: Path) -> bool:
@@ -132,9 +142,9 @@ def write_source(directory: Path, source: ModelSource) -> None:
 def read_source(directory: Path) -> ModelSource | None:
     """Return the origin of a model directory; None if it has no such file, or one of another version.
 
-    Raises ModelError if the file is a link out of the directory.
+    Raises ModelError if the file is a link out of the directory, or cannot be read.
     """
     try:
         return ModelSource(**json.loads(read_model_file(directory / SOURCE_FILE, max_bytes=MAX_CONFIG_BYTES)))
-    except (OSError, ValueError, TypeError):
+    except (FileNotFoundError, ValueError, TypeError):
         return None

@@ -2,7 +2,8 @@
 
 The rank's main thread writes at every change, in about a microsecond; nobody has to ask it, so an observer can see that
 a main thread hangs. A rank that waits (for a gateway, for its peers, for a request) is never late. Work has a limit,
-which begins anew when long work gets on, and is late after it. Times are of the monotonic clock, which all processes of a machine share.
+and is late after it; the limit begins anew when long work gets on. Times are of the monotonic clock, which all
+processes of a machine share.
 
 A process that is frozen as a whole (stopped, or never given a core) cannot say so; a second thread counts pulses. From
 both, `HangWatch` tells a supervisor that a process is to be killed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hetero_api.errors import HeteroError, ModelError
+from hetero_api.errors import HeteroError, ModelError, ModelReadError
 from hetero_api.gguf_file import GgufHeader
 from hetero_api.hf_config import read_json
 from hetero_api.model_config import ModelConfig, model_fingerprint
@@ -22,6 +23,7 @@ from hetero_client.model_store.store import check_model_directory
 from hetero_gateway.engine.text.tokenizer import TextTokenizer
 from hetero_worker.checkpoints.gguf_store import open_gguf
 from hetero_worker.checkpoints.safetensors_store import SafetensorsStore
+from hetero_worker.checkpoints.sampled_digests import sampled_digests
 from tests.unit.server.server_setup import write_model
 
 pytestmark = pytest.mark.unit
@@ -157,6 +159,31 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
         file.truncate(1 << 40)  # Takes no room.
     with pytest.raises(ModelError, match=r"config\.json: has 1099511627776 bytes, more than the 16777216"):
         read_json(path)
+
+
+@pytest.mark.parametrize(("code", "passes"), [(errno.EIO, True), (errno.ESTALE, True), (errno.EACCES, False)])
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        *(one for one in READERS if one[0] != "tokenizer.json"),  # which is read by a library in Rust
+        ("config.json", sampled_digests),
+    ],
+)
+def test_a_fault_of_the_storage_may_pass_and_a_missing_right_does_not(
+    model: Path, monkeypatch: pytest.MonkeyPatch, name: str, read: Reader, code: int, passes: bool
+) -> None:
+    opened = Path.open
+
+    def fail(path: Path, *arguments: Any, **named: Any) -> Any:
+        if path.name == name:
+            raise OSError(code, os.strerror(code), str(path))
+        return opened(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(HeteroError, match=rf"{name}: cannot be read: {os.strerror(code)}") as caught:
+        read(model)
+    if read is not check_model_directory:  # it is for a person, who tries again
+        assert isinstance(caught.value, ModelReadError) is passes
 
 
 def test_a_file_that_is_not_there_is_for_the_reader_to_tell(tmp_path: Path) -> None:

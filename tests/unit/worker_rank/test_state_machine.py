@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT
-from hetero_api.errors import ModelError
+from hetero_api.errors import ModelError, ModelReadError
 from hetero_api.host.heartbeat import Heartbeat, HeartbeatMemory, RankState
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import LayerShard, RankShard, ShardPlan, UnitRange
@@ -641,6 +641,19 @@ def test_permanent_failure_is_reported_and_ends_the_process(error: Exception, tm
 
         assert rank.exit_code() == EXIT_PERMANENT
     assert (failure.message, failure.permanent) == (str(error), True)
+
+
+def test_a_rank_whose_storage_fails_is_there_for_the_next_epoch(tmp_path: Path) -> None:
+    with joined(tmp_path) as (gateway, rank):
+        form_epoch(gateway, 1)
+        rank.runner.on_load = _raising(ModelReadError("config.json: cannot be read: Input/output error"))
+        gateway.tell(1, load_model=load_message())
+        failure = gateway.expect("failure").failure
+        rank.runner.on_load = lambda: None
+        gateway.tell(1, abort=ranks_pb2.Abort(reason="rank 0 failed"))
+        serve_epoch(gateway, 2)
+        shut_down(gateway, 2, rank)
+    assert not failure.permanent
 
 
 def test_group_that_cannot_form_is_reported(tmp_path: Path) -> None:

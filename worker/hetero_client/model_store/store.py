@@ -34,6 +34,7 @@ from hetero_api.model_directory import (
     WEIGHTS_FILE,
     WEIGHTS_INDEX,
     model_file,
+    read_model_file,
     read_source,
 )
 from hetero_client.errors import ModelStoreError
@@ -234,9 +235,16 @@ def check_adapter_directory(directory: Path) -> None:
     _check_safetensors(directory / ADAPTER_TENSORS)
 
 
-def _real(path: Path, *, max_bytes: int | None = None) -> Path:
+def _real(path: Path) -> Path:
     try:
-        return model_file(path, max_bytes=max_bytes)
+        return model_file(path)
+    except ModelError as error:
+        raise ModelStoreError(str(error)) from error
+
+
+def _read(path: Path, *, max_bytes: int) -> bytes:
+    try:
+        return read_model_file(path, max_bytes=max_bytes)
     except ModelError as error:
         raise ModelStoreError(str(error)) from error
 
@@ -256,7 +264,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 def _indexed_names(index: Path) -> set[str]:
     try:
-        names = set(json.loads(_real(index, max_bytes=MAX_INDEX_BYTES).read_bytes())["weight_map"].values())
+        names = set(json.loads(_read(index, max_bytes=MAX_INDEX_BYTES))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelStoreError(f"{index}: holds no weight_map; fetch it again") from error
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
@@ -274,6 +282,8 @@ def _check_safetensors(path: Path) -> None:
             header = json.loads(file.read(header_bytes)) if header_bytes <= min(size, MAX_HEADER_BYTES) else None
     except FileNotFoundError as error:
         raise ModelStoreError(f"{path}: no such file, but {WEIGHTS_INDEX} lists it") from error
+    except OSError as error:
+        raise ModelStoreError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ModelStoreError(f"{path}: its header is no JSON; the file is damaged, fetch it again") from error
     if not isinstance(header, dict):

@@ -368,9 +368,7 @@ class Epoch:
         try:
             left_s = deadline_s - now()
             while True:
-                await asyncio.wait(
-                    (answered, self.over), timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED
-                )
+                await asyncio.wait((answered, self.over), timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED)
                 left_s = self._executor.progressed_s + self._rendezvous_timeout_s - now()
                 if self.over.done() or self._answered.is_set() or left_s <= 0:
                     break

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_PERMANENT, EXIT_USAGE
-from hetero_api.errors import HeteroError, ManifestError, ModelError, PlanError
+from hetero_api.errors import HeteroError, ManifestError, ModelError, ModelReadError, PlanError
 from hetero_api.host.memory import release_freed_memory
 from hetero_gateway.group.errors import UnsupportedSpecError
 from hetero_gateway.server.config import PROGRAM, GatewayConfig, read_model
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     except (BindError, TlsError) as error:
         return _tell([str(error)], EXIT_USAGE)
     except ModelError as error:
-        return _tell([str(error)], EXIT_PERMANENT)
+        return _tell([str(error)], EXIT_FAILURE if isinstance(error, ModelReadError) else EXIT_PERMANENT)
     except (HeteroError, OSError) as error:
         return _tell([str(error)], EXIT_FAILURE)
 

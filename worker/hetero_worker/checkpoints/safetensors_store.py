@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hetero_api.errors import ModelError
+from hetero_api.errors import ModelError, unreadable_model
 from hetero_api.model_directory import (
     MAX_HEADER_BYTES,
     MAX_INDEX_BYTES,
@@ -227,7 +227,7 @@ def _read_index(path: Path) -> dict[str, str]:
     """Return the file of each tensor, all of which are there. Raises ModelError."""
     try:
         weight_map = parse_json(read_model_file(path, max_bytes=MAX_INDEX_BYTES), path)["weight_map"]
-    except (OSError, KeyError, TypeError) as error:
+    except (FileNotFoundError, KeyError, TypeError) as error:
         raise ModelError(f"{path}: cannot be read as a safetensors index: {error!r}; fetch it again") from error
     if not isinstance(weight_map, Mapping):
         raise ModelError(f"{path}: weight_map must map tensors to files; fetch it again")
@@ -260,5 +260,7 @@ def _header_of(file: MappedFile) -> dict[str, StoredTensor]:
 
 
 def _damaged(path: Path, error: Exception | str, *, tensor: str = "") -> ModelError:
+    if isinstance(error, OSError):
+        return unreadable_model(path, error)
     where = f" (tensor {tensor})" if tensor else ""
     return ModelError(f"{path}{where}: damaged or truncated safetensors: {error}; fetch the file again")

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from hetero_api.errors import ModelError
+from hetero_api.errors import unreadable_model
 from hetero_api.gguf_model import gguf_files
 from hetero_api.model_config import CONFIG_FILE
 from hetero_api.model_directory import (
@@ -57,7 +57,7 @@ def sampled_digests(directory: Path) -> dict[str, bytes]:
             head = _GGUF_HEAD_BYTES[min(number, 1)] if ggufs else None
             digests[path.name] = _digest_of_weights(path, head_bytes=head, blocks=blocks)
     except OSError as error:
-        raise ModelError(f"{error.filename or directory}: cannot be read: {error.strerror}") from error
+        raise unreadable_model(Path(error.filename or directory), error) from error
     return dict(sorted(digests.items()))
 
 

@@ -1,8 +1,8 @@
 """Probes of a rank pod for the kubelet, and its metrics for Prometheus.
 
-Started: every rank has met its group at some time, and is asked to load, which may take any time while it gets on. Alive: the supervisor's loop turns, and no rank is late with its
-work; a rank that waits (for a gateway, for peers, for its next start) is alive. Ready: every rank serves, all in one
-epoch. Read from heartbeats, in the probe server's threads.
+Started: every rank has met its group at some time; the load may take any time. Alive: the supervisor's loop turns, and
+no rank is late with its work; a rank that waits (for a gateway, for peers, for its next start) is alive. Ready: every
+rank serves, all in one epoch. Read from heartbeats, in the probe server's threads.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from hetero_api.contract import ENV_CPU_ISA, EXIT_PERMANENT, EXIT_STUCK
+from hetero_api.contract import ENV_CPU_ISA, EXIT_FAILURE, EXIT_PERMANENT, EXIT_STUCK
 from hetero_api.cpu_list import format_cpu_list
-from hetero_api.errors import HeteroError
+from hetero_api.errors import HeteroError, ModelReadError
 from hetero_api.host.heartbeat import Heartbeat
 from hetero_api.host.topology import CpuTopology
 from hetero_worker.host.binding import CoreBinding
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], *, make_backe
         return _run(config, binding, heartbeat=heartbeat, make_backend=make_backend)
     except HeteroError as error:
         _log.error("%s", error)
-        return EXIT_PERMANENT
+        return EXIT_FAILURE if isinstance(error, ModelReadError) else EXIT_PERMANENT
 
 
 def preload() -> None:

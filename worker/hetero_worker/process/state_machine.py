@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT
-from hetero_api.errors import HeteroError, ModelError, PlanError
+from hetero_api.errors import HeteroError, ModelError, ModelReadError, PlanError
 from hetero_api.host.heartbeat import Heartbeat, RankState
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.checkpoints.sampled_digests import sampled_digests
@@ -63,7 +63,7 @@ from hetero_worker.runners.base import Runner, WorkProgress
 _log = logging.getLogger(__name__)
 
 LOAD_LIMIT_S: Final = 3600.0
-"""A load that reads nothing for so long hangs. The gateway has a shorter limit; this one is for the process's supervisor."""
+"""A load that reads nothing for so long hangs. The gateway has a shorter limit; this is the supervisor's."""
 _ECHOES: Final = 8
 """Echoes after the first, which only warms up."""
 _LIMIT_FACTOR: Final = 2.0
@@ -307,7 +307,7 @@ class WorkerStateMachine:
 
     def _report(self, error: Exception) -> bool:
         _log.error("epoch=%d rank=%d failed", self._epoch, self._rank, exc_info=error)
-        permanent = isinstance(error, _PERMANENT)
+        permanent = isinstance(error, _PERMANENT) and not isinstance(error, ModelReadError)
         text = str(error) if isinstance(error, HeteroError) else f"{type(error).__name__}: {error}"
         self._send(ranks_pb2.RankMessage(failure=ranks_pb2.Failure(message=text, permanent=permanent)))
         if self._group is not None:

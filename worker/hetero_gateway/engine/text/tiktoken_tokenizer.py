@@ -76,8 +76,8 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
     try:
         data = read_model_file(path, max_bytes=_MAX_BYTES)
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: {error.strerror}") from error
     for number, line in enumerate(data.splitlines(), 1):
         if not line:
             continue

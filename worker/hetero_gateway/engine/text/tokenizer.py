@@ -375,5 +375,5 @@ def _read_text(path: Path, *, missing: str) -> str:
         return read_model_file(path, max_bytes=MAX_TOKENIZER_BYTES).decode()
     except FileNotFoundError as error:
         raise ModelError(f"{path}: {missing}") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ModelError(f"{path}: cannot be read: {error}") from error
