@@ -245,7 +245,7 @@ class SamplingParams(_message.Message):
     frequency_penalty: _builtins.float
     """Subtracted from a token's logit for each time that the completion holds it. Default 0. Bounds: [-2, 2]."""
     repetition_penalty: _builtins.float
-    """Above 1 makes tokens of prompt and completion less likely, below 1 more. Default 1. Bounds: (0, 10]."""
+    """Above 1 makes tokens of prompt and completion less likely, below 1 more. Default 1. Bounds: [0.01, 10]."""
     min_tokens: _builtins.int
     """No end before so many tokens were generated. Default 0. At most max_tokens."""
     n: _builtins.int

@@ -6,6 +6,7 @@ import pytest
 
 from hetero_gateway.engine.block_pool import BlockDigests, BlockPool, CacheLog, ClearedCache, RemovedBlock, StoredBlock
 from hetero_gateway.engine.errors import EngineFault
+from tests.unit.engine.engine_setup import Bench, engine_config, generation
 
 pytestmark = pytest.mark.unit
 
@@ -94,3 +95,26 @@ def test_a_pool_that_forgets_finds_nothing_and_keeps_its_blocks() -> None:
     pool.release(used[:2])
     pool.check_integrity()
     assert pool.lookup(chain) == used[:1]
+
+
+def test_what_runs_when_all_is_forgotten_is_not_found_behind_it() -> None:
+    """Its later blocks were computed behind those that are forgotten, with weights that may have changed since."""
+    bench = Bench(
+        engine_config(max_num_seqs=2, max_num_batched_tokens=64, block_size=4, max_model_len=64), num_blocks=40
+    )
+    log = bench.scheduler.cache_log
+    log.begin(lambda: None)
+    bench.add(generation("before", range(1, 10), max_tokens=20))
+    for _ in range(3):
+        bench.step()
+    bench.scheduler.forget_prefixes()
+    for _ in range(9):
+        bench.step()
+    log.seal()
+    assert not log.stored_blocks
+    bench.add(generation("after", range(1, 10), max_tokens=2))
+    for _ in range(3):
+        bench.step()
+    log.seal()
+    assert [block.parent for block in log.stored_blocks.values()][:1] == [None]
+    assert all(block.parent is None or block.parent in log.stored_blocks for block in log.stored_blocks.values())

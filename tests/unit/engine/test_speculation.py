@@ -289,6 +289,32 @@ def test_memory_and_work_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(len(each.tokens) <= 40 for each in proposer._recent.values())
 
 
+def test_completions_for_which_there_is_no_room_do_not_take_it_from_one_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ngram, "MOST_INDEXED", 150)
+    taken = []
+    take_in = ngram.NGramIndex.take_in
+
+    def counted(index: ngram.NGramIndex, most: int) -> None:
+        before = index.num_taken
+        take_in(index, most)
+        taken.append(index.num_taken - before)
+
+    monkeypatch.setattr(ngram.NGramIndex, "take_in", counted)
+    proposer = NGramProposer()
+    three = [completion_of([1, 2, 3, 4] * 15, num_prompt=1) for _ in range(3)]
+    for _ in range(10):
+        proposed = [bool(proposer.propose(completion, 2)) for completion in three]
+    assert proposed == [True, True, False]
+    assert sum(taken) == 120
+    proposer.ended(three[0])
+    assert proposer.propose(three[2], 2)
+    three[1].token_ids.extend([1] * 100)  # it has grown beyond the room
+    assert not proposer.propose(three[1], 2)
+    assert proposer.propose(three[2], 2)
+
+
 # --- does it pay ----------------------------------------------------------------------------------------
 
 

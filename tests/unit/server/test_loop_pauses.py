@@ -68,6 +68,7 @@ def _check(gateway: GatewayProcess, ask: Callable[[], None], name: str) -> None:
     assert min(pauses) < MAX_PAUSE_S
 
 
+STOPS = [f"{'ab' * 127}{index:x}x" for index in range(16)]
 LONG = {
     "text": _generate(text=_text(4_000_000)),
     "chat": _generate(chat=_chat(1, _text(1_000_000))),
@@ -102,6 +103,19 @@ def test_long_texts_are_tokenised_and_turned_back_without_a_pause(gateway: Gatew
     assert gateway.report().pause_s < MAX_PAUSE_S
 
 
+def test_going_on_behind_long_answers_does_not_pause_the_others(gateway: GatewayProcess, stub: Any) -> None:
+    received = [pb.Received(token_ids=[5] * 3_000)] * 16
+    sampling = pb.SamplingParams(stop=STOPS, n=16, max_tokens=3_001, seed=1)
+
+    def ask() -> None:
+        events = list(
+            stub.Generate(_generate(text="a", received=received, sampling=sampling, request_id="taken"), timeout=100)
+        )
+        assert sum(event.HasField("finished") for event in events) == 16
+
+    _check(gateway, ask, "received")
+
+
 def _body(**fields: Any) -> bytes:
     return json.dumps({"model": "g"} | fields).encode()
 
@@ -131,7 +145,6 @@ def test_a_long_body_does_not_pause_the_others(gateway: GatewayProcess, name: st
     _check(gateway, ask, name)
 
 
-STOPS = [f"{'ab' * 127}{index:x}x" for index in range(16)]
 ANSWERS = {
     "echoed prompts": _body(prompt=[5] * 3_000, echo=True, logprobs=0, n=16, max_tokens=1),
     "an echoed prompt in a stream": _body(prompt=[5] * 3_000, echo=True, logprobs=0, n=16, max_tokens=1, stream=True),

@@ -130,6 +130,14 @@ async def test_only_allowed_tools_are_shown_and_called(tmp_path: Path) -> None:
                 await whole(client, **fields, tool_choice=allowing(mode, "go", "fly"))
 
 
+@pytest.mark.parametrize(("name", "value"), [("ignore_eos", True), ("min_tokens", 50)])
+async def test_a_forced_call_may_end(name: str, value: object, tmp_path: Path) -> None:
+    """A complete call allows nothing but the end: where that is banned no token is left, and ranks cannot draw."""
+    async with serving(tmp_path, "{{ messages }}", http={"toolCallFormat": "Hermes"}) as (client, _, _):
+        with pytest.raises(openai.BadRequestError, match=f"{name}.*cannot be set with tool_choice"):
+            await whole(client, messages=CHAT, tools=FUNCTIONS, tool_choice="required", extra_body={name: value})
+
+
 async def test_without_a_known_format_no_call_can_be_forced(tmp_path: Path) -> None:
     async with serving(tmp_path, "{{ messages }}") as (client, _, _):
         with pytest.raises(openai.BadRequestError, match="the format of this model's calls is not known"):

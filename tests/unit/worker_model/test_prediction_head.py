@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -106,7 +108,7 @@ def step(
     sequence, tokens = builder.sequences[0], [token for _, token in outcome.sampled]
     sequence.tokens += tokens
     sequence.computed = len(sequence.tokens) - 1
-    return outcome.outputs[0].drafts[0].token_ids if drafts else ()
+    return [token for draft in outcome.outputs[0].drafts for token in draft.token_ids]
 
 
 def differences(logits: list[torch.Tensor], expected: torch.Tensor) -> float:
@@ -272,6 +274,61 @@ def test_it_follows_the_cache_to_another_size_to_sleep_and_to_new_weights(
         assert all(output.report is not None and output.report.done for output in outcome.outputs)
     builder.use_blocks(other.num_blocks, other.block_size)
     assert_drafts_are_right(builder, logits, random_head)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ranks_pb2.GroupCommand(update_weights=ranks_pb2.UpdateWeights()),
+        ranks_pb2.GroupCommand(sleep=ranks_pb2.SleepCommand(level=2)),
+    ],
+    ids=["update", "sleep"],
+)
+def test_old_weights_are_gone_when_their_memory_is_given_back(
+    command: ranks_pb2.GroupCommand, random_head: HeadedCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, _ = drafting_group(random_head.directory, ONE, block_size=32)
+    (runner,) = group.runners
+    weights = weakref.ref(runner._model_state.loaded("the test")[0].decoder)
+    alive = []
+    pool = type(runner.backend.memory_pool)
+    release = pool.release_unused
+
+    def watched(self: Any) -> None:
+        gc.collect()
+        alive.append(weights() is not None)
+        release(self)
+
+    monkeypatch.setattr(pool, "release_unused", watched)
+    outcome = PlanBuilder(group).command(command)
+    assert outcome.outputs[0].report is not None
+    assert outcome.outputs[0].report.done
+    assert alive[0] is False
+
+
+def test_logits_that_are_not_finite_end_a_proposal_and_no_group(random_head: HeadedCheckpoint) -> None:
+    group, _ = drafting_group(random_head.directory, ONE, block_size=32)
+    builder, head = PlanBuilder(group), head_of(group)
+    builder.start(0, [5, 6, 7, 8, 9])
+    builder.schedule(0)
+    builder.run()
+    whole, sample = step(builder, drafts=2), head._sample
+    builder.release(0)
+
+    def fail_later(*args: Any, **named: Any) -> Any:
+        head._sample = failing
+        return sample(*args, **named)
+
+    def failing(*args: Any, **named: Any) -> Any:
+        raise ModelError("the model's logits are not finite")
+
+    for draws, proposed in ((fail_later, whole[:1]), (failing, [])):
+        head._sample = draws
+        builder.start(0, [5, 6, 7, 8, 9])
+        builder.schedule(0)
+        builder.run()
+        assert list(step(builder, drafts=2)) == list(proposed)
+        builder.release(0)
 
 
 def assert_drafts_are_right(builder: PlanBuilder, logits: list[torch.Tensor], headed: HeadedCheckpoint) -> None:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_gateway.server.sampling_params import RANGES
 from hetero_worker.errors import ProtocolError
 from hetero_worker.sampling.edits import LogitEdits, TokenCounts
 from hetero_worker.sampling.request import SequenceSampling
@@ -112,6 +113,19 @@ def test_end_tokens_can_be_drawn_from_min_tokens_on() -> None:
 def test_presence_and_frequency_leave_the_prompts_tokens_alone() -> None:
     draw = Draw(LOGITS, sampling_of(presence_penalty=2.0, frequency_penalty=2.0), prompt=(7, 8))
     np.testing.assert_array_equal(_edited(draw, 0, VOCABULARY), LOGITS)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 2e-5, 100.0])
+@pytest.mark.parametrize("repetition", [RANGES["repetition_penalty"].least, RANGES["repetition_penalty"].most])
+def test_no_bound_of_a_parameter_makes_logits_overflow(repetition: float, temperature: float) -> None:
+    """Logits that are not finite are damaged weights, for which a rank ends."""
+    logits = np.array([-3e4, 3e4, 2.0, 1.0], dtype=np.float32)
+    sampling = sampling_of(
+        temperature=temperature, repetition_penalty=repetition, presence_penalty=-2.0, frequency_penalty=-2.0,
+        bias_token_ids=[1], biases=[100.0],
+    )  # fmt: skip
+    draw = Draw(logits, sampling, prompt=(0, 1, 2), output=(1, 1))
+    assert 0 <= tokens_on([draw], (2, 2))[0] < len(logits)
 
 
 def test_repetition_moves_logits_of_either_sign_towards_less_likely() -> None:

@@ -31,7 +31,7 @@ from hetero_gateway.engine.admission import Admission, Alarm, StepHolds
 from hetero_gateway.engine.block_pool import CacheLog
 from hetero_gateway.engine.config import EngineConfig, end_token_ids
 from hetero_gateway.engine.errors import DeadlineExceeded, EngineFault, EngineUnavailable, GroupLost, StepMismatch
-from hetero_gateway.engine.output_processor import ActiveRequest, OutputProcessor
+from hetero_gateway.engine.output_processor import ActiveRequest, OutputProcessor, Preparation
 from hetero_gateway.engine.request import GenerationRequest, Request, num_generated_tokens
 from hetero_gateway.engine.scheduler import Scheduler
 from hetero_gateway.engine.speculation.ngram import NGramProposer
@@ -246,14 +246,29 @@ class EngineCore:
 
     # --- requests ---------------------------------------------------------------------------------------
 
+    def prepare(self, asked: GenerationRequest) -> Preparation:
+        """Return what `submit` needs of a request; from any thread, for much text that was received takes seconds.
+
+        Raises InvalidRequest if that does not fit the constraint.
+        """
+        end_ids = end_token_ids(asked, config=self._config)
+        matchers = matchers_of(asked, end_token_ids=end_ids)
+        detokenizers = [self._detokenizer(asked) for _ in range(asked.n)]
+        for detokenizer, token_ids in zip(detokenizers, asked.received, strict=False):
+            # A token that ends the completion is no part of its text.
+            is_ended = bool(token_ids) and token_ids[-1] in end_ids
+            detokenizer.push(token_ids[:-1] if is_ended else token_ids)
+        return Preparation(matchers, detokenizers)
+
     def submit(
         self,
         asked: GenerationRequest,
+        prepared: Preparation | None = None,
         *,
         on_end: Callable[[int], None] = lambda _: None,
         trace: RequestTrace | None = None,
     ) -> RequestStream:
-        """Queue a request and return its stream; a constraint must be compiled.
+        """Queue a request and return its stream; a constraint must be compiled, `prepared` None: it is prepared here.
 
         With `received` it goes on behind these tokens, and takes the place of a request of the same id that is in
         flight: the old stream ends with ABORT. `on_end` is called once, as soon as the stream ends, with the number of
@@ -263,7 +278,7 @@ class EngineCore:
         refusal = self._admission.refusal
         if refusal is not None:
             raise EngineUnavailable(refusal)
-        matchers = matchers_of(asked, end_token_ids=end_token_ids(asked, config=self._config))
+        prepared = prepared or self.prepare(asked)
         if asked.received:
             self.abort(asked.request_id)
         request = self._scheduler.add(asked, now=self._clock())
@@ -273,13 +288,13 @@ class EngineCore:
         stream = RequestStream(
             asked.request_id,
             num_prompt_tokens=request.num_prompt_tokens,
-            detokenizers=[self._detokenizer(asked) for _ in request.completions],
+            detokenizers=prepared.detokenizers,
             cancel=self._cancel,
             turns=self._turns,
             on_end=lambda: self._end_stream(request, on_end),
         )
         active = ActiveRequest(request, stream)
-        self._outputs.accept(active, matchers)
+        self._outputs.accept(active, prepared.matchers)
         if self._group is None:
             self._pause([active])
         if self._group is None or asked.deadline_s is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 from google.protobuf import duration_pb2
 
@@ -21,8 +21,16 @@ from hetero_gateway.engine.step import CompletionUpdate, StepOutcome
 from hetero_gateway.engine.stream import CompletionFeed, RequestStream
 from hetero_gateway.engine.telemetry.latencies import Latencies
 from hetero_gateway.engine.text.constraints import TokenMatcher
+from hetero_gateway.engine.text.detokenizer import IncrementalDetokenizer
 
 _NANOS: Final = 1_000_000_000
+
+
+class Preparation(NamedTuple):
+    """Matcher and detokenizer of each completion of a request, past the tokens that it received."""
+
+    matchers: Sequence[TokenMatcher | None]
+    detokenizers: Sequence[IncrementalDetokenizer]
 
 
 @dataclass(slots=True, eq=False)
@@ -100,10 +108,7 @@ class OutputProcessor:
     def _resume(self, opened: OpenCompletion) -> None:
         """Go on behind the tokens that the reader has. They may be the whole completion: then end it."""
         completion, feed = opened.completion, opened.feed
-        token_ids = completion.output_token_ids
-        if completion.stop_token_id is not None:
-            token_ids.pop()
-        feed.prime(token_ids, is_all=completion.ended)
+        feed.go_on(is_all=completion.ended)
         if completion.ended or feed.matched_stop is not None:
             self._scheduler.finish(completion)
             self._end(opened, completion.reason or FinishReason.STOP, completion.stop_token_id)

@@ -18,9 +18,10 @@ bulk operations on columns.
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import cast
+from typing import Final, cast
 
 from hetero_api.v1 import ranks_pb2
 from hetero_api.v1.admin_pb2 import GetStatsResponse
@@ -32,6 +33,9 @@ from hetero_gateway.engine.step import NO_DECODES, DecodeView, TakenSnapshot
 _slot_of = cast("Callable[[Completion], int]", attrgetter("slot"))
 _token_ids_of = cast("Callable[[Completion], list[int]]", attrgetter("token_ids"))
 _end_token_ids_of = cast("Callable[[Completion], frozenset[int]]", attrgetter("end_token_ids"))
+
+_SHARES_NONE: Final = sys.maxsize
+"""Registered blocks of a completion none of whose blocks, or snapshots, are to be found from now on."""
 
 
 class RunningBatch:
@@ -109,8 +113,9 @@ class RunningBatch:
         self.pool.acquire(prefix)
         new_block_ids = self.pool.allocate(self._blocks_to_start(completion) - len(prefix))
         completion.block_ids = prefix + new_block_ids
+        siblings = (each.num_registered_blocks for each in completion.request.completions if each.slot >= 0)
+        completion.num_registered_blocks = _SHARES_NONE if _SHARES_NONE in siblings else len(prefix)
         completion.slot = self.slots.take()
-        completion.num_registered_blocks = len(prefix)
         completion.num_scheduled = completion.num_filled = len(prefix) * self.cache.block_size
         self.running[completion] = None
         completion.request.num_running += 1
@@ -170,14 +175,16 @@ class RunningBatch:
         self.pool.log.stored(digest, parent, completion.token_ids[index * size : (index + 1) * size])
 
     def forget_prefixes(self) -> None:
-        """Have no completion start behind what was computed until now."""
+        """Have no completion start behind what was computed until now, or goes on behind that."""
+        for completion in self.running:
+            completion.num_registered_blocks = _SHARES_NONE
         self.pool.forget()
         if self.snapshots is not None:
             self.snapshots.forget()
 
     def take_snapshots(self, completion: Completion, begin: int, end: int) -> list[TakenSnapshot]:
         """Return the snapshots to take of a running completion that computes its known tokens [begin, end)."""
-        if self.snapshots is None:
+        if self.snapshots is None or completion.num_registered_blocks == _SHARES_NONE:
             return []
         size, taken = self.cache.block_size, []
         places = self.snapshots.places(begin // size, end // size, last=self.shareable_blocks(completion))

@@ -57,9 +57,11 @@ class CompletionFeed:
         """The stop string that was met, if any."""
         return self._detokenizer.matched_stop
 
-    def prime(self, token_ids: Sequence[int], *, is_all: bool) -> None:
-        """Go on behind tokens that the reader has from an earlier stream; with `is_all` no text follows."""
-        self._detokenizer.push(token_ids)
+    def go_on(self, *, is_all: bool) -> None:
+        """Go on behind tokens that the reader has from an earlier stream; with `is_all` no text follows.
+
+        The detokenizer is past these tokens.
+        """
         if is_all:
             self._detokenizer.finish()
             self._is_closed = True

@@ -304,7 +304,7 @@ def _engine_config(resource: HeteroInference, config: ModelConfig, settings: Gro
         enable_prefix_caching=resource.spec.engine.enable_prefix_caching,
         max_steps_in_flight=2 if resource.spec.engine.overlap_scheduling else 1,
         lookahead_s=LOOKAHEAD_S,
-        eos_token_ids=frozenset(config.eos_token_ids),
+        eos_token_ids=frozenset(each for each in config.eos_token_ids if each < config.vocab_size),
         vocab_size=config.vocab_size,
         keeps_states=config.delta is not None,
         speculation=speculation_of(settings.spec.engine.speculative, config),

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import grpc
 
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.errors import DeadlineExceeded
-from hetero_gateway.engine.request import FinishReason
+from hetero_gateway.engine.request import FinishReason, GenerationRequest
 from hetero_gateway.engine.stream import StreamEvent
 from hetero_gateway.server.access.intake import Intake
 from hetero_gateway.server.calls import Account, Context, InFlight, answering, when_over
@@ -24,6 +25,7 @@ from hetero_gateway.server.metrics import GatewayMetrics
 from hetero_gateway.server.reading import RequestReader
 from hetero_gateway.server.validation import check_abort
 
+_BYTES_A_RECEIVED_TOKEN: Final = 8
 _SERVICE: Final = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 UNCOUNTED: Final = (f"/{_SERVICE}/Abort",)
 """Methods that no limit of calls may refuse."""
@@ -46,6 +48,11 @@ def serve_inference(server: grpc.aio.Server, servicer: InferenceServicer) -> Non
         for method, kind in answers.items()
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Generate": generate, **others}),))
+
+
+def _cost_of_received(asked: GenerationRequest) -> int:
+    """Return how long it takes to go on behind received tokens, as bytes of plain text."""
+    return _BYTES_A_RECEIVED_TOKEN * (1 + len(asked.stop)) * sum(map(len, asked.received))
 
 
 class InferenceServicer:
@@ -80,7 +87,8 @@ class InferenceServicer:
             arrived_s = self._clock()
             request = await self._reader.parse(pb.GenerateRequest, data)
             asked = await self._reader.read(request, deadline_s=deadline_of(context, now=arrived_s))
-            stream = self._intake.submit(asked)
+            prepared = await self._reader.run(partial(self._intake.prepare, asked), cost=_cost_of_received(asked))
+            stream = self._intake.submit(asked, prepared)
             when_over(context, stream.cancel)
             prompt_tokens = stream.num_prompt_tokens
             yield started_event(asked.request_id, prompt_tokens=prompt_tokens, seed=asked.sampling.seed)

@@ -17,14 +17,20 @@ from google.protobuf.message import Message
 
 from hetero_api.manifest import names_of_weights
 from hetero_api.v1 import inference_pb2 as pb
-from hetero_gateway.engine.errors import QueueFull
+from hetero_gateway.engine.errors import InvalidRequest, QueueFull
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.text.asked_answer import AskedAnswer
 from hetero_gateway.engine.text.constraints import ConstraintCompiler
 from hetero_gateway.group.adapters.registry import Adapter, AdapterRegistry
 from hetero_gateway.server.config import ServedModel
 from hetero_gateway.server.errors import InvalidArguments, Violation
-from hetero_gateway.server.sampling_params import num_completions, read_constraint, resolved_sampling, with_defaults
+from hetero_gateway.server.sampling_params import (
+    end_violations,
+    num_completions,
+    read_constraint,
+    resolved_sampling,
+    with_defaults,
+)
 from hetero_gateway.server.validation import check_detokenize, check_generate, check_tokenize, parse
 
 INLINE_BYTES: Final = 4096
@@ -100,6 +106,9 @@ class RequestReader:
             constraint = await self.run(
                 lambda: answer.constraint(named, prompt_end=end), cost=_cost(request, request.chat)
             )
+        if constraint is not None and named is None:
+            for violation in end_violations(params, "tool_choice"):
+                raise InvalidRequest(violation.field, violation.problem)
         compiled = None if constraint is None else await self._constraints.compile(constraint)
         if adapter is not None and self._load is not None:
             adapter = await self._load(adapter.name)

@@ -51,13 +51,13 @@ class _Range(NamedTuple):
         return f"{self.least:g} and {'' if self.with_least else 'at most '}{self.most:g}"
 
 
-_RANGES: Final[Mapping[str, _Range]] = {
+RANGES: Final[Mapping[str, _Range]] = {
     "temperature": _Range(0, 100),
     "top_p": _Range(0, 1, with_least=False),
     "min_p": _Range(0, 1),
     "presence_penalty": _Range(-2, 2),
     "frequency_penalty": _Range(-2, 2),
-    "repetition_penalty": _Range(0, 10, with_least=False),
+    "repetition_penalty": _Range(0.01, 10),  # logits that are divided by less overflow
     "n": _Range(1, MAX_COMPLETIONS),
     "logprobs": _Range(0, 20),
     "prompt_logprobs": _Range(0, 20),
@@ -80,7 +80,7 @@ _RESOLVED: Final = _resolved_names()
 
 def sampling_violations(params: pb.SamplingParams, *, vocab_size: int) -> Iterable[Violation]:
     """Yield every parameter that is out of bounds."""
-    for name, bounds in _RANGES.items():
+    for name, bounds in RANGES.items():
         if params.HasField(name):  # type: ignore[arg-type] # names of the message's own fields
             problem = bounds.problem(getattr(params, name))
             if problem is not None:
@@ -201,13 +201,17 @@ def _constraint(params: pb.SamplingParams) -> Iterable[Violation]:
     name = params.WhichOneof("constraint")
     if name is None:
         return
-    # A form that is complete allows nothing but the end.
+    yield from end_violations(params, name)
+    if name == "choice":
+        yield from _choices(params.choice.texts)
+
+
+def end_violations(params: pb.SamplingParams, name: str) -> Iterable[Violation]:
+    """Yield parameters that put off the end, all that a complete form allows; `name`: what asks for the form."""
     if params.ignore_eos:
         yield Violation("sampling.ignore_eos", f"cannot be set with {name}, which ends with the end-of-sequence token")
     if params.min_tokens:
         yield Violation("sampling.min_tokens", f"cannot be set with {name}, which may be complete before")
-    if name == "choice":
-        yield from _choices(params.choice.texts)
 
 
 def _choices(texts: Sequence[str]) -> Iterable[Violation]:

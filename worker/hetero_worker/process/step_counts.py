@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hetero_api.v1 import ranks_pb2
+from hetero_worker.runners.plan_check import num_decode_rows
 
 
 class _Times:
@@ -27,7 +28,7 @@ class _Times:
 
 def num_rows(plan: ranks_pb2.StepPlan) -> int:
     """Return the rows that a plan computes."""
-    return len(plan.decode_slots) + sum(span.num_tokens for span in plan.spans)
+    return num_decode_rows(plan) + sum(span.num_tokens for span in plan.spans)
 
 
 def _nothing_exchanged() -> float:

@@ -74,6 +74,7 @@ class DraftModel:
         self._shard: LoadedShard | None = None
         self._cache: ServingCache | None = None
         self._blocks = DraftedBlocks(1, 1)
+        self._has_failed = False
 
     @property
     def name(self) -> str:
@@ -104,6 +105,9 @@ class DraftModel:
     def drop(self) -> None:
         """Drop weights and cache."""
         self._cache = self._shard = None
+
+    def leave_weights(self) -> None:
+        """Let go of the rank's own weights, which others replace."""
 
     def drop_cache(self) -> None:
         """Drop the cache, with everything that is kept from step to step."""
@@ -224,9 +228,15 @@ class DraftModel:
                 break
             logits = self._decode(cache, drawing) if number else self._begin(cache, known, drawing)
             rows = [known.sampling(slot).draw(ahead=drafts[slot])._replace(num_logprobs=None) for slot in drawing]
-            sampled = self._sample(
-                logits, rows, head_ranges=head_ranges, exchange=self._exchange, sampler=self._sampler, started=None
-            )
+            try:
+                sampled = self._sample(
+                    logits, rows, head_ranges=head_ranges, exchange=self._exchange, sampler=self._sampler, started=None
+                )
+            except ModelError as error:  # logits that are not finite: a draft that fails costs no answer
+                if not self._has_failed:
+                    logger.warning("%s proposes nothing for some texts: %s", self.name, error)
+                self._has_failed = True
+                break
             own.append_tokens(np.array(drawing, dtype=np.int64), sampled.tokens)
             for slot, token in zip(drawing, sampled.tokens, strict=True):
                 drafts[slot].append(token)

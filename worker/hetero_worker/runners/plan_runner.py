@@ -125,9 +125,12 @@ class PlanRunner:
         logger.info("rank %d: with its group, before the load: %s", request.rank, self.backend.memory_pool.describe())
         state = self._model_state
         shard, load_s = state.take_shard(), 0.0
-        request = self._load_draft(request)
-        if shard is None or not shard.serves(request):
+        if shard is not None and not shard.serves(request):
             shard = None  # the old weights go before the new ones come
+        if shard is None and self._draft is not None:
+            self._draft.leave_weights()
+        request = self._load_draft(request)
+        if shard is None:
             shard = load_shard(request, self.backend, progress=state.progress)
             load_s = shard.load_s
             self._sampler = self.backend.sampler()
@@ -295,9 +298,15 @@ class PlanRunner:
         return step
 
     def _run_command(self, command: ranks_pb2.GroupCommand, exchange: Exchange) -> ranks_pb2.CommandReport:
-        replaces_cache = command.WhichOneof("action") in ("reset_cache", "sleep", "wake")
-        if self._draft is not None and replaces_cache:
-            self._draft.drop_cache()
+        # What goes must be gone before the command looks for room, and gives back what is free.
+        if self._draft is not None:
+            match command.WhichOneof("action"):
+                case "sleep":
+                    self._draft.drop()
+                case "reset_cache" | "wake":
+                    self._draft.drop_cache()
+                case "update_weights":
+                    self._draft.leave_weights()
         report = self._commands.run(command, exchange, self._times)
         if self._draft is not None:
             self._draft.follow(self._model_state)

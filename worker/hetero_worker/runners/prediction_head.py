@@ -107,6 +107,10 @@ class PredictionHead(DraftModel):
         super().drop()
         self._target, self._states = None, _NO_STATES
 
+    def leave_weights(self) -> None:
+        """As DraftModel.leave_weights: its own come from the same files, and others are borrowed."""
+        self.drop()
+
     def _allocate(self, order: ranks_pb2.AllocateCache, state: ModelState) -> None:
         super()._allocate(order, state)
         shard, request, _ = state.loaded("a prediction head's cache")

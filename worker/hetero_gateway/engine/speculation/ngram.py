@@ -6,8 +6,9 @@ cache, by their salts.
 
 An index maps the n-grams of a growing list of tokens to where they ended last. The list is the completion's own and is
 never copied. A look-up first takes in the tokens that are new, at most `MOST_AT_ONCE` of them, so that a long prompt
-does not stop the loop: until all are in, there are no proposals. Memory is bounded by the tokens of all indexes: the
-index that was used least recently goes first, and is made again when it is needed.
+does not stop the loop: until all are in, there are no proposals. Memory is bounded by the tokens of all indexes: a
+completion for which there is no room has none until others have ended. To make room by dropping one that is in use
+would drop, and make again, each of them in every step.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from hetero_gateway.engine.request import Completion
 
 LENGTHS: Final = (6, 3)
 """Lengths of the n-grams, which are tried in this order."""
-MOST_AT_ONCE: Final = 4096
-"""New tokens that one look-up takes in; more than a few milliseconds would hold up streams."""
+MOST_AT_ONCE: Final = 1024
+"""New tokens that one look-up takes in, in about a millisecond; a step looks up several completions."""
 MOST_INDEXED: Final = 1 << 17
 """Tokens in all indexes of completions; each takes up to 300 bytes."""
 RECENT_TOKENS: Final = 4096
@@ -37,18 +38,12 @@ class NGramProposer:
     """
 
     def __init__(self) -> None:
-        self._indexes: OrderedDict[Completion, NGramIndex] = OrderedDict()
+        self._indexes: dict[Completion, NGramIndex] = {}
         self._recent: OrderedDict[str, NGramIndex] = OrderedDict()
 
     def propose(self, completion: Completion, most: int) -> Sequence[int]:
         """Return at most so many tokens that may follow the completion's known ones; none if there is no idea."""
-        index = self._indexes.get(completion)
-        if index is None:
-            index = self._indexes[completion] = NGramIndex(completion.token_ids)
-        self._indexes.move_to_end(completion)
-        index.take_in(MOST_AT_ONCE)
-        self._shrink()
-        own = index.following(completion.token_ids, most)
+        own = self._own(completion, most)
         recent = self._recent.get(_tenant_of(completion))
         if own or recent is None:
             return own
@@ -72,12 +67,17 @@ class NGramProposer:
 
     @property
     def num_indexed(self) -> int:
-        """Tokens in the indexes of completions."""
-        return sum(index.num_taken for index in self._indexes.values())
+        """Tokens that are in the indexes of completions, or will be."""
+        return sum(len(index.tokens) for index in self._indexes.values())
 
-    def _shrink(self) -> None:
-        while len(self._indexes) > 1 and self.num_indexed > MOST_INDEXED:
-            self._indexes.popitem(last=False)
+    def _own(self, completion: Completion, most: int) -> Sequence[int]:
+        """Return what followed in the completion itself."""
+        index = self._indexes.pop(completion, None)
+        if self._indexes and self.num_indexed + len(completion.token_ids) > MOST_INDEXED:
+            return ()
+        index = self._indexes[completion] = index or NGramIndex(completion.token_ids)
+        index.take_in(MOST_AT_ONCE)
+        return index.following(completion.token_ids, most)
 
 
 class NGramIndex:

@@ -18,6 +18,7 @@ from typing import Final
 
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.errors import InvalidRequest
+from hetero_gateway.engine.output_processor import Preparation
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.stream import RequestStream
 from hetero_gateway.group.adapters.registry import AdapterRegistry
@@ -46,8 +47,12 @@ class Intake:
         self._meters = meters
         self._secret = secrets.token_bytes(_SECRET_BYTES)
 
-    def submit(self, asked: GenerationRequest) -> RequestStream:
-        """Queue a request of the caller and return its stream.
+    def prepare(self, asked: GenerationRequest) -> Preparation:
+        """As EngineCore.prepare."""
+        return self._core.prepare(asked)
+
+    def submit(self, asked: GenerationRequest, prepared: Preparation | None = None) -> RequestStream:
+        """Queue a request of the caller and return its stream; `prepared` as for `EngineCore.submit`.
 
         Raises LimitExceeded, or what `EngineCore.submit` raises.
         """
@@ -64,7 +69,7 @@ class Intake:
 
         try:
             end_adapter = self._begin_adapter(asked)
-            return self._core.submit(own, on_end=end, trace=trace)
+            return self._core.submit(own, prepared, on_end=end, trace=trace)
         except Exception as error:
             end_adapter()
             if trace is not None:
