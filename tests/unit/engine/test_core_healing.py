@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from hetero_api.v1 import inference_pb2, ranks_pb2
+from hetero_gateway.engine import core
 from hetero_gateway.engine.core import EngineCore
 from hetero_gateway.engine.errors import (
     DeadlineExceeded,
@@ -89,6 +90,42 @@ async def test_streams_go_on_in_the_next_epoch_without_a_lost_or_doubled_token(s
         assert it.core.paused_requests == 0
         assert it.core.recoveries == 1
         assert it.broken == []
+
+
+async def test_a_request_that_breaks_every_group_ends_and_those_that_wait_do_not() -> None:
+    async with engine() as it:
+        asked = some_requests()
+        streams = [it.core.submit(request) for request in asked[:1]]
+        for loss in range(core.MOST_LOSSES):
+            if loss:
+                it.new_group()
+            it.ranks.hold()
+            await until(lambda: it.ranks.num_out > 0)
+            late = it.core.submit(asked[1 + loss])  # it waits for its first step
+            it.core.lose("rank 0 failed: no")
+            streams.append(late)
+        error = (await read(streams[0])).error
+        assert isinstance(error, InvalidRequest)
+        assert error.problem == "ranks were lost 3 times in a row while they computed this: rank 0 failed: no"
+        reading = [asyncio.create_task(read(stream)) for stream in streams[1:]]
+        it.new_group()
+        for request, answer in zip(asked[1:], await asyncio.gather(*reading), strict=False):
+            assert_whole(request, answer)
+
+
+async def test_losses_between_which_a_request_gets_on_are_not_its_fault() -> None:
+    async with engine() as it:
+        asked = some_requests()[0]
+        stream = it.core.submit(asked)
+        for _ in range(2 * core.MOST_LOSSES):
+            it.ranks.hold()
+            await until(lambda: it.ranks.num_out > 0)
+            it.ranks.do_one()
+            await turn_loop(4)
+            await until(lambda: it.ranks.num_out > 0)
+            it.core.lose("rank 1 died")
+            it.new_group()
+        assert_whole(asked, await read(stream))
 
 
 async def test_a_result_of_a_lost_group_counts_for_nothing() -> None:

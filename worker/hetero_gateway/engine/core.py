@@ -30,9 +30,16 @@ from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_gateway.engine.admission import Admission, Alarm, StepHolds
 from hetero_gateway.engine.block_pool import CacheLog
 from hetero_gateway.engine.config import EngineConfig, end_token_ids
-from hetero_gateway.engine.errors import DeadlineExceeded, EngineFault, EngineUnavailable, GroupLost, StepMismatch
+from hetero_gateway.engine.errors import (
+    DeadlineExceeded,
+    EngineFault,
+    EngineUnavailable,
+    GroupLost,
+    InvalidRequest,
+    StepMismatch,
+)
 from hetero_gateway.engine.output_processor import ActiveRequest, OutputProcessor, Preparation
-from hetero_gateway.engine.request import GenerationRequest, Request, num_generated_tokens
+from hetero_gateway.engine.request import GenerationRequest, Request, note_loss, num_generated_tokens
 from hetero_gateway.engine.scheduler import Scheduler
 from hetero_gateway.engine.speculation.ngram import NGramProposer
 from hetero_gateway.engine.speculation.speculator import Speculator
@@ -47,6 +54,8 @@ from hetero_gateway.engine.text.detokenizer import IncrementalDetokenizer
 
 logger = logging.getLogger(__name__)
 
+MOST_LOSSES: Final = 3
+"""Groups lost in a row with a request that got no token meanwhile; the usual limit of restarts is 5."""
 _FEW: Final = 4
 """Readers that are few enough to be served before the next step is made, if ranks have another to do."""
 
@@ -120,15 +129,24 @@ class EngineCore:
         self._work.set()
 
     def lose(self, reason: str) -> None:
-        """Take note that the group is gone and another may come: streams pause. Without a group, do nothing."""
+        """Take note that the group is gone and another may come: streams pause. Without a group, do nothing.
+
+        A request that several groups in a row were lost with ends: it may be what breaks them.
+        """
         if self._group is None:
             return
+        computed = [active for active in self._outputs.active if active.request.num_running]
         logger.warning("group lost, requests paused: %d: %s", len(self._outputs), reason)
         self._lost_reason = reason
         self._drop_group()
         self._scheduler.lose_group()
         for traced in self._traced.requests:
             traced.event("group lost", reason=reason)
+        for active in computed:
+            note_loss(active.request)
+            if active.request.num_losses >= MOST_LOSSES:
+                problem = f"ranks were lost {MOST_LOSSES} times in a row while they computed this: {reason}"
+                self._outputs.fail(active, InvalidRequest("input", problem))
         self._pause(self._outputs.active)
         self._arm_timer()
 

@@ -216,6 +216,9 @@ class Request:
     """Spans of the request; None if nobody wants them."""
     pooled: PooledStates | None = None
     """Set once it runs, if an embedding is asked for."""
+    num_losses: int = 0
+    """Groups that were lost while they computed it, one after another without a token in between."""
+    num_tokens_at_loss: int = -1
 
     @property
     def deadline_s(self) -> float:
@@ -276,6 +279,13 @@ def num_queued_tokens(asked: GenerationRequest) -> int:
 def num_generated_tokens(request: Request) -> int:
     """Return how many tokens were generated for all completions of a request, received ones not counted."""
     return sum(each.num_output_tokens - each.num_received for each in request.completions)
+
+
+def note_loss(request: Request) -> None:
+    """Count the loss of the group that computed it."""
+    generated = num_generated_tokens(request)
+    request.num_losses = request.num_losses + 1 if generated == request.num_tokens_at_loss else 1
+    request.num_tokens_at_loss = generated
 
 
 def mark_if_received_whole(completion: Completion) -> bool:
