@@ -136,7 +136,7 @@ class Reconciler:
             observed = await self._observe(key)
             if observed is None:
                 return self._absent(key)
-            plan = self._plan(observed)
+            plan = self._parts.cache.without_admitted(self._plan(observed), observed.owned)
             if plan.idle:
                 break
             if await self._parts.resources.confirm(key) == observed.resource:

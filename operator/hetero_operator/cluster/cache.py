@@ -11,17 +11,21 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
+from hetero_api.contract import ANNOTATION_APPLIED
 from hetero_operator.cluster.kinds import OPTIONAL, POD, ResourceKind, kind_of, watched_kinds
 from hetero_operator.cluster.reflector import Reflector
 from hetero_operator.cluster.store import Key, NamespaceBudget, ObjectStore
 from hetero_operator.cluster.transport import Object, Transport
 from hetero_operator.errors import ApiError, NotFound, OverBudget
-from hetero_operator.reconcile.model import Capabilities, ObjectRef
+from hetero_operator.reconcile.inventory import ObjectKey
+from hetero_operator.reconcile.model import Capabilities, ObjectRef, Plan
 from hetero_operator.timing import Backoff, unobserved
 
 logger = logging.getLogger(__name__)
+_MOST_ADMITTED: Final = 10_000
 _DIGITS: Final = re.compile(r"\d+")
 DISCOVERY_S: Final = 180.0
 MAX_LOOK_BYTES: Final = 4 * 2**20
@@ -60,6 +64,12 @@ def _version(answer: dict[str, Any]) -> tuple[int, int]:
     return (int(major[0]) if major else 0, int(minor[0]) if minor else 0)
 
 
+def _admission(wanted: Object, stored: Object) -> tuple[str, int] | None:
+    generation = stored["metadata"].get("generation")
+    annotations = wanted["metadata"].get("annotations") or {}
+    return None if generation is None else (annotations.get(ANNOTATION_APPLIED, ""), generation)
+
+
 class ClusterCache:
     """Stores of all watched kinds. `run` fills and follows them; `ready` is set once every store was filled."""
 
@@ -84,6 +94,8 @@ class ClusterCache:
         self._stores: dict[ResourceKind, ObjectStore] = {}
         self._reflectors: dict[ResourceKind, list[Reflector]] = {}
         self._tasks: dict[ResourceKind, list[asyncio.Task[None]]] = {}
+        self._admitted: dict[str, tuple[str, int]] = {}
+        """What was wanted of objects that admission changed, by uid, and the generation that came of it."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -121,6 +133,31 @@ class ClusterCache:
             kept = (item for item in store.owned_by(owner) if item["metadata"]["name"] not in bodies)
             owned += [*kept, *(store.shown(body) for body in bodies.values() if body is not None)]
         return owned, self._stores[POD].owned_by(owner)
+
+    def note_admitted(self, wanted: Object, stored: Object) -> bool:
+        """Note that an object was written and is stored otherwise; return whether that is news.
+
+        Objects whose changes the server does not count are left out: others' changes of them could not be told apart.
+        """
+        uid, mark = stored["metadata"]["uid"], _admission(wanted, stored)
+        if mark is None or self._admitted.get(uid) == mark:
+            return False
+        self._admitted.pop(uid, None)
+        self._admitted[uid] = mark
+        if len(self._admitted) > _MOST_ADMITTED:
+            del self._admitted[next(iter(self._admitted))]
+        return True
+
+    def without_admitted(self, plan: Plan, owned: Sequence[Object]) -> Plan:
+        """Return the plan without writes that the cluster's admission would change again to what is stored."""
+        if not plan.apply or not self._admitted:
+            return plan
+        live = {ObjectKey.from_object(item): item for item in owned}
+        return replace(plan, apply=tuple(item for item in plan.apply if not self._is_admitted(item, live)))
+
+    def _is_admitted(self, wanted: Object, live: Mapping[ObjectKey, Object]) -> bool:
+        stored = live.get(ObjectKey.from_object(wanted))
+        return stored is not None and self._admitted.get(stored["metadata"]["uid"], ()) == _admission(wanted, stored)
 
     def failed_pods(self, owner: Key) -> list[Object]:
         """Return the resource's pods that had failed when they were deleted, the last of each name."""

@@ -25,6 +25,7 @@ from hetero_operator.cluster.kinds import kind_of
 from hetero_operator.cluster.store import Key, ObjectStore
 from hetero_operator.cluster.transport import Transport
 from hetero_operator.errors import ApiError, Conflict, NotFound, Refused, Unreachable
+from hetero_operator.reconcile.differences import needs_apply
 from hetero_operator.reconcile.inventory import label_of, taken_by_others
 from hetero_operator.reconcile.model import (
     Deletion,
@@ -147,7 +148,13 @@ class PlanExecution:
         if known is not None:
             manifest = {**manifest, "metadata": {**manifest["metadata"], "uid": known}}
         try:
-            self._remember(ref, await self._api.apply(self._path(ref), manifest))
+            stored = await self._api.apply(self._path(ref), manifest)
+            self._remember(ref, stored)
+            if needs_apply(manifest, stored) and self._cache.note_admitted(manifest, stored):
+                logger.warning(
+                    "%s %s/%s was written and is stored otherwise: the cluster's admission changes it, and it stays so",
+                    ref.kind, self._owner.namespace, ref.name,
+                )  # fmt: skip
         except Conflict as error:
             self._failed(ref, error)
             await self._see_again(ref)

@@ -22,6 +22,7 @@ from hetero_operator.cluster.resources import Resources
 from hetero_operator.cluster.store import Key, NamespaceBudget, ObjectStore
 from hetero_operator.errors import NotFound, OverBudget
 from hetero_operator.gateway_probe import GatewayProbe
+from hetero_operator.reconcile.differences import needs_apply, stamped
 from hetero_operator.reconcile.model import (
     Capabilities,
     FailureKind,
@@ -141,6 +142,49 @@ async def test_a_second_look_writes_nothing_and_asks_nothing(bench: Bench) -> No
     await bench.reconciler().reconcile(KEY)
     assert len([call for call in bench.server.calls if "secrets" not in call]) == calls
     assert bench.parts.events.pending == 1
+
+
+async def test_what_the_clusters_admission_changes_is_written_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """GKE's Autopilot, for one, writes other resources into templates: to write ours again would change nothing."""
+    path = "/apis/apps/v1/namespaces/ns/deployments/x-gateway"
+    put = bench.server.put
+
+    async def admit(where: str, item: Object) -> Object:
+        if where == path:
+            known = bench.server.objects.get(where, {"spec": None, "metadata": {"generation": 0}})
+            spec = {**item["spec"], "cpu": 250}
+            generation = known["metadata"]["generation"] + (spec != known["spec"])
+            item = {**item, "spec": spec, "metadata": {**item["metadata"], "generation": generation}}
+        return await put(where, item)
+
+    monkeypatch.setattr(bench.server, "put", admit)
+    metadata = {"name": "x-gateway", "namespace": "ns", "labels": {LABEL_NAME: "x"}}
+    wanted = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": {"cpu": 100, "image": "a"}}
+
+    def plan(observed: Observed) -> Plan:
+        live = next((item for item in observed.owned if item["kind"] == "Deployment"), None)
+        return Plan(apply=(stamped(wanted),) if needs_apply(stamped(wanted), live) else ())
+
+    def writes() -> int:
+        return bench.writes().count(f"PATCH {path}")
+
+    await bench.put_resource()
+    for _ in range(3):
+        assert not (await bench.reconciler(plan).reconcile(KEY)).unsettled
+    assert writes() == 1
+    assert "is stored otherwise: the cluster's admission changes it" in caplog.text
+    wanted["spec"] = {"cpu": 100, "image": "b"}
+    for _ in range(2):
+        assert not (await bench.reconciler(plan).reconcile(KEY)).unsettled
+    assert writes() == 2
+    assert bench.server.objects[path]["spec"] == {"cpu": 250, "image": "b"}
+    changed = await bench.server.put(path, {**bench.server.objects[path], "spec": {"cpu": 1, "image": "c"}})
+    next(store for kind, store in bench.parts.cache._stores.items() if kind.kind == "Deployment").put(changed)
+    assert not (await bench.reconciler(plan).reconcile(KEY)).unsettled
+    assert writes() == 3, "somebody has changed it since"
+    assert bench.server.objects[path]["spec"] == {"cpu": 250, "image": "b"}
 
 
 async def put_large(bench: Bench, name: str, size: int) -> None:
