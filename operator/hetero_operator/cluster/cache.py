@@ -64,7 +64,7 @@ def _version(answer: dict[str, Any]) -> tuple[int, int]:
     return (int(major[0]) if major else 0, int(minor[0]) if minor else 0)
 
 
-def _admission(wanted: Object, stored: Object) -> tuple[str, int] | None:
+def _admission(wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> tuple[str, int] | None:
     generation = stored["metadata"].get("generation")
     annotations = wanted["metadata"].get("annotations") or {}
     return None if generation is None else (annotations.get(ANNOTATION_APPLIED, ""), generation)
@@ -134,7 +134,7 @@ class ClusterCache:
             owned += [*kept, *(store.shown(body) for body in bodies.values() if body is not None)]
         return owned, self._stores[POD].owned_by(owner)
 
-    def note_admitted(self, wanted: Object, stored: Object) -> bool:
+    def note_admitted(self, wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
         """Note that an object was written and is stored otherwise; return whether that is news.
 
         Objects whose changes the server does not count are left out: others' changes of them could not be told apart.
@@ -148,14 +148,14 @@ class ClusterCache:
             del self._admitted[next(iter(self._admitted))]
         return True
 
-    def without_admitted(self, plan: Plan, owned: Sequence[Object]) -> Plan:
+    def without_admitted(self, plan: Plan, owned: Sequence[Mapping[str, Any]]) -> Plan:
         """Return the plan without writes that the cluster's admission would change again to what is stored."""
         if not plan.apply or not self._admitted:
             return plan
         live = {ObjectKey.from_object(item): item for item in owned}
         return replace(plan, apply=tuple(item for item in plan.apply if not self._is_admitted(item, live)))
 
-    def _is_admitted(self, wanted: Object, live: Mapping[ObjectKey, Object]) -> bool:
+    def _is_admitted(self, wanted: Mapping[str, Any], live: Mapping[ObjectKey, Mapping[str, Any]]) -> bool:
         stored = live.get(ObjectKey.from_object(wanted))
         return stored is not None and self._admitted.get(stored["metadata"]["uid"], ()) == _admission(wanted, stored)
 

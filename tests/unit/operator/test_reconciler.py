@@ -151,7 +151,7 @@ async def test_what_the_clusters_admission_changes_is_written_once(
     path = "/apis/apps/v1/namespaces/ns/deployments/x-gateway"
     put = bench.server.put
 
-    async def admit(where: str, item: Object) -> Object:
+    async def admit(where: str, item: dict[str, Any]) -> dict[str, Any]:
         if where == path:
             known = bench.server.objects.get(where, {"spec": None, "metadata": {"generation": 0}})
             spec = {**item["spec"], "cpu": 250}
