@@ -211,6 +211,21 @@ def test_a_forked_rank_ends_as_one_that_was_started(model: Path, tmp_path: Path)
     assert f"{tmp_path / 'config.json'}" in log.read_text()
 
 
+def test_no_rank_begins_that_its_forkserver_could_not_tell_of(model: Path, tmp_path: Path) -> None:
+    """A second rank would be started in its place, beside it."""
+    log = tmp_path / "rank.log"
+    with forkserver(tmp_path) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.close()
+        process.stdin.write(fork_order(command(model, "127.0.0.1:9")[3:], log).to_json() + "\n")
+        process.stdin.flush()
+        assert process.wait(timeout=30) != 0
+        _, status = os.waitpid(-1, 0)
+    assert os.waitstatus_to_exitcode(status) == EXIT_FAILURE
+    assert not log.exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_ends_a_rank_in_good_order(number: signal.Signals, model: Path, tmp_path: Path) -> None:
     with rank_process(model, tmp_path) as rank:

@@ -112,10 +112,11 @@ class Forkserver:
                 self._orders.flush()
             return int(self._answer(ANSWER_S))
         except (OSError, ValueError):
-            # Kill it: a rank that it still forks would be a second one in its place.
+            # Kill it: a rank that it still forks would be a second one in its place. It may have told of one by now.
             if self._child is not None:
                 self._child.kill()
-            return None
+            pid = self._answer(ANSWER_S)
+            return int(pid) if pid.isdecimal() else None
 
     def _answer(self, timeout_s: float) -> str:
         """Return the next line; "" if there is none in time."""

@@ -21,6 +21,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NoReturn, TextIO
 
@@ -30,6 +31,7 @@ from hetero_api.supervision.forkserver import READY, ForkOrder
 
 _TASKS: Final = Path("/proc/self/task")
 _PID_BYTES: Final = 32
+_GO: Final = b"1"
 
 BeRank = Callable[[Sequence[str], Mapping[str, str]], int]
 """Type of `rank.main`; tests pass their own."""
@@ -41,7 +43,11 @@ def serve(be_rank: BeRank, *, orders: TextIO, answers: TextIO) -> None:
     for line in orders:
         if (threads := len(list(_TASKS.iterdir()))) != 1:
             raise RuntimeError(f"a forkserver of {threads} threads cannot fork")
-        _say(str(_fork_away(ForkOrder.from_json(line), be_rank)), answers)
+        pid, allows = _fork_away(ForkOrder.from_json(line), be_rank)
+        _say(str(pid), answers)
+        with suppress(BrokenPipeError):  # it was killed already
+            os.write(allows, _GO)
+        os.close(allows)
 
 
 def _say(word: str, answers: TextIO) -> None:
@@ -49,22 +55,28 @@ def _say(word: str, answers: TextIO) -> None:
     answers.flush()
 
 
-def _fork_away(order: ForkOrder, be_rank: BeRank) -> int:
-    """Fork a rank that is not a child of this process; return its pid."""
+def _fork_away(order: ForkOrder, be_rank: BeRank) -> tuple[int, int]:
+    """Fork a rank that is not a child of this process; return its pid, and the pipe over which it is told to go on."""
     reader, writer = os.pipe()
+    allowed, allows = os.pipe()
     go_between = os.fork()
     if go_between == 0:
         pid = os.fork()
         if pid == 0:
-            os.close(reader)
-            os.close(writer)
+            for descriptor in (reader, writer, allows):
+                os.close(descriptor)
+            # Killed before it has told the pid, the forkserver would leave a rank that nobody knows of.
+            if os.read(allowed, len(_GO)) != _GO:
+                os._exit(EXIT_FAILURE)
+            os.close(allowed)
             _become(order, be_rank)
         os.write(writer, str(pid).encode())
         os._exit(0)
     os.close(writer)
+    os.close(allowed)
     os.waitpid(go_between, 0)
     with open(reader, "rb") as answer:
-        return int(answer.read(_PID_BYTES))
+        return int(answer.read(_PID_BYTES)), allows
 
 
 def _become(order: ForkOrder, be_rank: BeRank) -> NoReturn:
