@@ -20,7 +20,8 @@ WRAPPERS: Final[Mapping[str, Mapping[str, str]]] = {
 }
 """Architecture of the text part of each wrapper, by the `model_type` of text_config; without one it is the first."""
 _OF_ALL_PARTS: Final = (
-    "quantization_config", "dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id", "bos_token_id",
+    "quantization_config", "compression_config", "dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id",
+    "bos_token_id",
 )  # fmt: skip
 """Fields beside text_config that hold for the text part, too."""
 _PREFIXES: Final[Mapping[str, str]] = {
