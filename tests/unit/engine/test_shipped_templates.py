@@ -11,7 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.errors import InvalidRequest
-from hetero_gateway.engine.text.chat_template import ChatTemplate
+from hetero_gateway.engine.text.chat_template import ChatTemplate, with_tool_use
 from hetero_gateway.server.reading import template_message
 from tests.support.llama_cpp_files import llama_cpp_models
 
@@ -52,6 +52,7 @@ FAMILIES = {
 }
 SILENT = ("smollm3",)
 """Families whose template shows tools and calls only if it is asked for in its own way."""
+HERMES = "NousResearch-Hermes-3-Llama-3.1-8B"
 KIMI = "Kimi-K2-Instruct"
 
 
@@ -87,6 +88,15 @@ def test_a_conversation_is_rendered_as_transformers_does(templates: Path, family
     assert USER.content in text
     assert ("sunny" in text) == (tools is not None)
     assert ("weather" in text and "Bern" in text.split(USER.content)[1]) == (tools is not None and family not in SILENT)
+
+
+def test_a_template_for_tools_beside_another_is_rendered_as_alone(templates: Path) -> None:
+    tool_use = (templates / f"{HERMES}-tool_use.jinja").read_text(encoding="utf-8")
+    default = (templates / f"{FAMILIES['qwen2.5']}.jinja").read_text(encoding="utf-8")
+    messages = [template_message(message) for message in (USER, CALLING, RESULT)]
+    for template, tools in ((tool_use, TOOLS), (default, None)):
+        text = rendered(with_tool_use(default, tool_use), messages, tools=tools)
+        assert text == expected(template, messages, tools=tools)
 
 
 def test_gpt_oss_keeps_the_reasoning_of_a_call_and_drops_that_of_an_answer(templates: Path) -> None:

@@ -14,6 +14,7 @@ from tokenizers import Encoding, Tokenizer, models, normalizers, pre_tokenizers,
 
 from hetero_api.errors import ModelError
 from hetero_gateway.engine.errors import InvalidRequest
+from hetero_gateway.engine.text.chat_template import ChatTemplate
 from hetero_gateway.engine.text.tokenizer import TextTokenizer
 from hetero_gateway.engine.text.windows import ids_by_windows
 from tests.unit.engine.tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer, save
@@ -76,6 +77,25 @@ def test_default_of_several_named_templates_is_used(model: Path) -> None:
     templates = [{"name": "tool_use", "template": "wrong"}, {"name": "default", "template": "right"}]
     write_config(model, chat_template=templates)
     assert rendered(model) == "right"
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_a_template_for_tools_is_used_where_there_are_tools(model: Path, *, is_file: bool) -> None:
+    """Each is rendered as it would be alone, blanks and line ends included."""
+    default = "\n  {% if true %}\n[{{ messages[0].role }}]\n  {% endif %}\n\n"
+    tool_use = "  {%- macro of(tool) %}<{{ tool.name }}>{% endmacro %}\n\n {{ of(tools[0]) }}\n  "
+    if is_file:
+        (model / "chat_template.jinja").write_text(default)
+        (model / "additional_chat_templates").mkdir()
+        (model / "additional_chat_templates/tool_use.jinja").write_text(tool_use)
+    else:
+        named = {"tool_use": tool_use, "default": default}
+        write_config(model, chat_template=[{"name": name, "template": text} for name, text in named.items()])
+    tokenizer = TextTokenizer.from_directory(model)
+    for text, tools in ((default, None), (default, []), (tool_use, [{"name": "weather"}])):
+        alone = ChatTemplate(text, special_tokens={}, source="alone").render(CHAT, tools=tools)
+        assert tokenizer.decode(tokenizer.encode_chat(CHAT, tools=tools)) == alone
+    assert tool_use[:-2] in tokenizer.chat_template, "formats of answers are found in both"
 
 
 def test_special_tokens_map_fills_what_tokenizer_config_lacks(model: Path) -> None:
@@ -197,6 +217,11 @@ def test_missing_tokenizer_names_the_file_and_how_to_get_it(tmp_path: Path) -> N
         ("tokenizer.json", b"\xff\xfe", r"tokenizer\.json: cannot be read"),
         ("tokenizer_config.json", b"[]", r"tokenizer_config\.json: must hold a JSON object"),
         ("tokenizer_config.json", b'{"chat_template": 1}', r"tokenizer_config\.json: chat_template must be text"),
+        (
+            "tokenizer_config.json",
+            b'{"chat_template": [{"name": "default", "template": ""}, {"name": "tool_use", "template": 1}]}',
+            r"tokenizer_config\.json: chat_template must be text or a list of named templates",
+        ),
         ("chat_template.jinja", b"{% if %}", r"chat_template\.jinja: the chat template is no valid Jinja, line 1"),
     ],
 )

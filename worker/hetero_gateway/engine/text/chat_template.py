@@ -74,6 +74,15 @@ class ChatTemplate:
         return json.loads(json.dumps(shown, sort_keys=True)) if self._sorts_tools else shown
 
 
+def with_tool_use(text: str, tool_use: str | None) -> str:
+    """Return one template of two, each rendered as it would be alone: conversations with tools get `tool_use`."""
+    if tool_use is None:
+        return text
+    # An end of a template loses one newline; + keeps blanks in front of a tag.
+    for_tools, others = (each.removesuffix("\n") for each in (tool_use, text))
+    return f"{{% if tools %}}\n{for_tools}{{%+ else %}}\n{others}{{%+ endif %}}"
+
+
 class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}` marks the assistant's text for training; here it only has to be understood."""
 

@@ -24,7 +24,7 @@ from hetero_gateway.engine.config import check_prompt_bytes, check_prompt_length
 from hetero_gateway.engine.errors import InvalidRequest
 from hetero_gateway.engine.text.byte_level import byte_level_alphabet
 from hetero_gateway.engine.text.channels import ChannelText, HarmonyTokens, MarkedText
-from hetero_gateway.engine.text.chat_template import ChatTemplate
+from hetero_gateway.engine.text.chat_template import ChatTemplate, with_tool_use
 from hetero_gateway.engine.text.detokenizer import ByteLevelText, IncrementalDetokenizer, WindowText
 from hetero_gateway.engine.text.gguf_tokenizer import read_gguf_tokenizer
 from hetero_gateway.engine.text.tiktoken_tokenizer import TIKTOKEN_FILE, read_tiktoken_tokenizer
@@ -34,6 +34,7 @@ TOKENIZER_FILE: Final = "tokenizer.json"
 TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE: Final = "special_tokens_map.json"
 CHAT_TEMPLATE_FILE: Final = "chat_template.jinja"
+TOOL_USE_FILE: Final = "additional_chat_templates/tool_use.jinja"
 PROCESSOR_TEMPLATE_FILE: Final = "chat_template.json"
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
@@ -330,28 +331,30 @@ def _is_byte_level(decoder: Any) -> bool:
 
 def _read_chat_template(directory: Path, config: Mapping[str, Any], *, sorts_tools: bool) -> ChatTemplate | None:
     special_tokens = _special_tokens(config, _read_optional_object(directory / SPECIAL_TOKENS_FILE))
-    path = directory / CHAT_TEMPLATE_FILE
+    path, beside = directory / CHAT_TEMPLATE_FILE, directory / TOOL_USE_FILE
     if path.exists():
         text: Any = _read_text(path, missing="no such file")
+        tool_use: Any = _read_text(beside, missing="no such file") if beside.exists() else None
     else:
         path = directory / TOKENIZER_CONFIG_FILE
-        text = _default_template(config.get("chat_template"))
+        text, tool_use = _named_templates(config.get("chat_template"))
     if text is None:  # of a model of text and other media, which may have it there alone
         path = directory / PROCESSOR_TEMPLATE_FILE
         text = _read_optional_object(path).get("chat_template")
     if text is None:
         return None
-    if not isinstance(text, str):
+    if not isinstance(text, str) or not isinstance(tool_use, str | None):
         raise ModelError(f"{path}: chat_template must be text or a list of named templates")
+    text = with_tool_use(text, tool_use)
     return ChatTemplate(text, special_tokens=special_tokens, source=str(path), sorts_tools=sorts_tools)
 
 
-def _default_template(value: Any) -> Any:
-    """Return the template for conversations, "default" where a model has a list of named ones."""
+def _named_templates(value: Any) -> tuple[Any, Any]:
+    """Return the template for conversations, and the one for those with tools where a model has a list of both."""
     if not isinstance(value, list):
-        return value
+        return value, None
     named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-    return named.get("default")
+    return named.get("default"), named.get("tool_use")
 
 
 def _special_tokens(config: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, str]:
