@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
-from typing import Any, Final
+from functools import cached_property
+from typing import Any, Final, NamedTuple
 
 import jinja2
 import jinja2.ext
@@ -24,6 +26,39 @@ from hetero_gateway.engine.errors import InvalidRequest
 _GIVEN: Final = ("messages", "tools", "documents", "add_generation_prompt")
 # What a template may run into when messages are not what it expects, beside Jinja's own errors.
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError)
+
+
+_SHOWN: Final = "shown argument"
+_TOOL: Final = {
+    "name": "f",
+    "description": "f",
+    "parameters": {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}, "required": ["a"]},
+}
+_CALL: Final = {"name": "f", "arguments": json.dumps({"a": _SHOWN})}
+_CALLING: Final = (
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "", "tool_calls": [{"id": "call00000", "type": "function", "function": _CALL}]},
+    {"role": "tool", "content": "a", "tool_call_id": "call00000", "name": "f"},
+)
+"""Conversation by which a template shows how it takes calls."""
+
+
+class _CallForm(NamedTuple):
+    """Form in which a template takes an assistant's calls."""
+
+    null_content: bool = False
+    """Content that is missing beside calls is null, as many clients send it, rather than empty."""
+    text_arguments: bool = False
+    """Arguments are JSON text, as in the OpenAI API, rather than the object that it stands for."""
+
+    def message(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        message = dict(given)
+        calls = message.get("tool_calls") or ()
+        if calls and self.null_content:
+            message["content"] = message["content"] or None
+        if calls and not self.text_arguments:
+            message["tool_calls"] = [_with_object(call) for call in calls]
+        return message
 
 
 class ChatTemplate:
@@ -57,17 +92,36 @@ class ChatTemplate:
             raise InvalidRequest(
                 "chat.template_options_json", f"cannot set {taken[0]!r}, which the request says itself"
             )
+        form = self._call_form if any(message.get("tool_calls") for message in messages) else _CallForm()
         try:
-            return self._template.render(
-                **self._special_tokens,
-                **(options or {}),
-                messages=[dict(message) for message in messages],
-                tools=self._tools(tools) if tools else None,
-                documents=None,
-                add_generation_prompt=True,
-            )
+            return self._rendered(messages, form, tools, options or {})
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequest("chat.messages", f"the model's chat template refuses them: {error}") from error
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        form: _CallForm,
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+    ) -> str:
+        return self._template.render(
+            **self._special_tokens,
+            **options,
+            messages=[form.message(message) for message in messages],
+            tools=self._tools(tools) if tools else None,
+            documents=None,
+            add_generation_prompt=True,
+        )
+
+    @cached_property
+    def _call_form(self) -> _CallForm:
+        """The first form whose arguments the template shows; the usual one if it shows none."""
+        for form in (_CallForm(), _CallForm(True), _CallForm(False, True), _CallForm(True, True)):
+            with suppress(*_TEMPLATE_ERRORS):
+                if _SHOWN in self._rendered(_CALLING, form, [{"type": "function", "function": _TOOL}], {}):
+                    return form
+        return _CallForm()
 
     def _tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         shown = [dict(tool) for tool in tools]
@@ -81,6 +135,18 @@ def with_tool_use(text: str, tool_use: str | None) -> str:
     # An end of a template loses one newline; + keeps blanks in front of a tag.
     for_tools, others = (each.removesuffix("\n") for each in (tool_use, text))
     return f"{{% if tools %}}\n{for_tools}{{%+ else %}}\n{others}{{%+ endif %}}"
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool call whose arguments, JSON text in the OpenAI API, are the object that most templates expect."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 class _GenerationTag(jinja2.ext.Extension):

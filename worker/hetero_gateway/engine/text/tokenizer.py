@@ -145,9 +145,10 @@ class TextTokenizer:
     ) -> list[int]:
         """Return the token ids of a conversation with the assistant's turn opened after it.
 
-        Messages have `role` and `content`, and optional fields that the template knows (`tool_calls`, `tool_call_id`,
-        `name`); the template shows `tools` to the model, and `options` are variables that it knows. Raises
-        InvalidRequest if the model has no chat template, if its template refuses the messages, or as `encode` does.
+        Messages have `role` and `content`, and optional fields that the template knows (`tool_calls` as in the OpenAI
+        API, `tool_call_id`, `name`); the template shows `tools` to the model, and `options` are variables that it
+        knows. Raises InvalidRequest if the model has no chat template, if its template refuses the messages, or as
+        `encode` does.
         """
         if self._chat_template is None:
             raise InvalidRequest(
