@@ -37,9 +37,12 @@ CONFIG_LISTS: Final = (
 _END_FIELDS: Final = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
 _END_TEXTS: Final = frozenset({
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|return|>", "<|call|>", "<|user|>", "<|observation|>",
-    "<turn|>", "<|tool_response>",
+    "<turn|>", "<|tool_response>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>",
+    "<end_of_utterance>", "<|end|>", "<｜end▁of▁sentence｜>",
 })  # fmt: skip
 """Tokens that end a turn whatever the fields say, as llama.cpp has them, and those that GLM's generation ends with."""
+_MESSAGE_END: Final = "<|end|>"
+"""Ends a message only, not the turn, where turns end with <|return|>: in the Harmony format."""
 _FREQUENCY_DIVISORS: Final = "rope_freqs.weight"
 _MAX_DIVISORS: Final = 1 << 16
 _SIGMOID: Final = 2
@@ -119,8 +122,9 @@ def _kv_heads(found: GgufMetadata, heads: int, *, slides: bool | None = None) ->
 
 def _end_tokens(found: GgufMetadata) -> list[Any]:
     named = [found.header.metadata[name] for name in _END_FIELDS if name in found.header.metadata]
-    texts = enumerate(found.header.lists.get(_TOKENS, ()))
-    return [*named, *(number for number, text in texts if text in _END_TEXTS)]
+    texts = found.header.lists.get(_TOKENS, ())
+    ends = _END_TEXTS - {_MESSAGE_END} if "<|return|>" in texts else _END_TEXTS
+    return [*named, *(number for number, text in enumerate(texts) if text in ends)]
 
 
 def _rope(found: GgufMetadata) -> dict[str, Any]:

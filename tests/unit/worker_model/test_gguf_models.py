@@ -273,15 +273,26 @@ def test_ranks_and_gateway_can_tell_whether_they_look_at_the_same_gguf(tmp_path:
     ],
 )
 def test_metadata_that_are_not_supported_are_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: Any, message: str
+    tmp_path: Path, field: str, value: Any, message: str
 ) -> None:
-    from tests.support import gguf_models
-
-    whole = gguf_models.metadata_of
-    monkeypatch.setattr(gguf_models, "metadata_of", lambda *args, **more: whole(*args, **more) | {field: value})
-    directory = _in_gguf(tmp_path, "deepseek2").directory
+    directory = _in_gguf(tmp_path, "deepseek2", fields={field: value}).directory
     if not message:  # it is for rotations that are scaled
         ModelConfig.from_directory(directory)
         return
     with pytest.raises(ModelError, match=message):
         ModelConfig.from_directory(directory)
+
+
+@pytest.mark.parametrize(
+    ("texts", "ends"),
+    [
+        (("<|endoftext|>", "<|im_start|>", "<|im_end|>"), (0, 2)),
+        (("<|end_of_text|>", "<|end|>", "<EOT>"), (0, 1, 2)),
+        (("<|end|>", "<|return|>", "<|call|>"), (1, 2)),
+    ],
+)
+def test_tokens_that_end_a_turn_are_known_by_their_texts(
+    tmp_path: Path, texts: tuple[str, ...], ends: tuple[int, ...]
+) -> None:
+    model = _in_gguf(tmp_path, "qwen3", tokens={3 + number: text for number, text in enumerate(texts)})
+    assert ModelConfig.from_directory(model.directory).eos_token_ids[-len(ends) :] == tuple(3 + end for end in ends)
