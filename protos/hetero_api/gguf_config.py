@@ -133,13 +133,14 @@ def _rope(found: GgufMetadata) -> dict[str, Any]:
     if rotated != found.head_dim and found.architecture not in _PARTLY_ROTATED:
         raise found.error("rope.dimension_count", f"must be that of a head, {found.head_dim}, not {rotated}")
     theta = {"rope_theta": found.number("rope.freq_base", 10_000.0)}
-    kind = found.find("rope.scaling.type", "none")
+    factor = found.number("rope.scaling.factor", 0.0) or found.number("rope.scale_linear", 0.0)
+    kind = found.find("rope.scaling.type", "none" if factor in (0, 1) else "linear")
     if kind == "none":
         return theta
     for name in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
         if found.number(name, 1.0) != 1.0:
             raise found.error(name, f"{found.find(name)!r} is not supported; supported: 1")
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": found.number("rope.scaling.factor", 1.0)}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor or 1.0}
     for field, name in {
         "original_max_position_embeddings": "rope.scaling.original_context_length",
         "beta_fast": "rope.scaling.yarn_beta_fast",

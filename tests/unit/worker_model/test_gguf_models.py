@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -296,3 +296,20 @@ def test_tokens_that_end_a_turn_are_known_by_their_texts(
 ) -> None:
     model = _in_gguf(tmp_path, "qwen3", tokens={3 + number: text for number, text in enumerate(texts)})
     assert ModelConfig.from_directory(model.directory).eos_token_ids[-len(ends) :] == tuple(3 + end for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "factor"),
+    [
+        ({"rope.scaling.factor": 4.0}, "linear", 4),
+        ({"rope.scale_linear": 4.0}, "linear", 4),
+        ({"rope.scaling.factor": 1.0}, "default", 1),
+        ({"rope.scaling.factor": 0.0}, "default", 1),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, "default", 1),
+    ],
+)
+def test_rotations_are_scaled_as_by_llama_cpp(
+    tmp_path: Path, fields: Mapping[str, Any], kind: str, factor: float
+) -> None:
+    rope = ModelConfig.from_directory(_in_gguf(tmp_path, "qwen3", fields=fields).directory).rope
+    assert (rope.kind, rope.factor) == (kind, factor)
