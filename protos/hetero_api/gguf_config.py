@@ -137,10 +137,11 @@ def _rope(found: GgufMetadata) -> dict[str, Any]:
     kind = found.find("rope.scaling.type", "none" if factor in (0, 1) else "linear")
     if kind == "none":
         return theta
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor or 1.0, "attn_factor": 1.0}
     for name in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
-        if found.number(name, 1.0) != 1.0:
+        scaling["attn_factor"] *= found.number(name, 1.0)
+        if kind != "yarn" and scaling["attn_factor"] != 1.0:
             raise found.error(name, f"{found.find(name)!r} is not supported; supported: 1")
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor or 1.0}
     for field, name in {
         "original_max_position_embeddings": "rope.scaling.original_context_length",
         "beta_fast": "rope.scaling.yarn_beta_fast",

@@ -509,6 +509,7 @@ class HfConfig:
         if scaling.get("mscale") and scaling.get("mscale_all_dim"):
             mscale, of_all = (self._more_than_0(scaling, name, 1.0) for name in ("mscale", "mscale_all_dim"))
             usual = yarn_mscale(factor, mscale) / yarn_mscale(factor, of_all)
+        usual *= self._more_than_0(scaling, "attn_factor", 1.0)  # as in vLLM and llama.cpp; transformers has it not
         return self._more_than_0(scaling, "attention_factor", usual)
 
     def _more_than_0(self, scaling: Mapping[str, Any], name: str, default: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,20 @@ def test_yarn_equals_transformers(changes: dict[str, Any]) -> None:
     old_fields = {name: value for name, value in scaling.items() if name not in ("rope_type", "rope_theta")}
     old = BASE | {"rope_theta": 150000.0, "rope_scaling": {"type": "yarn", **old_fields}}
     assert ModelConfig.from_hf(old).rope == rope
+
+
+@pytest.mark.parametrize(
+    ("changes", "amplitude"),
+    [
+        ({"attn_factor": 0.5}, 0.5 * (1 + 0.1 * math.log(32))),
+        ({"attn_factor": 0.5, "attention_factor": 2.0}, 2),
+        ({"attn_factor": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}, 0.5),
+    ],
+)
+def test_yarns_amplitude_counts_attn_factor_unless_it_is_given_whole(changes: dict[str, Any], amplitude: float) -> None:
+    """DeepSeek-R1-0528-Qwen3-8B has one."""
+    rope = ModelConfig.from_hf(BASE | {"rope_parameters": YARN | changes}).rope
+    assert rope.amplitude == pytest.approx(amplitude)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -313,3 +314,10 @@ def test_rotations_are_scaled_as_by_llama_cpp(
 ) -> None:
     rope = ModelConfig.from_directory(_in_gguf(tmp_path, "qwen3", fields=fields).directory).rope
     assert (rope.kind, rope.factor) == (kind, factor)
+
+
+@pytest.mark.parametrize("name", ["attn_factor", "yarn_attn_factor"])
+def test_amplitudes_of_rotations_are_those_of_the_file(tmp_path: Path, name: str) -> None:
+    fields = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, f"rope.scaling.{name}": 0.5}
+    config = ModelConfig.from_directory(_in_gguf(tmp_path, "qwen3", fields=fields).directory)
+    assert config.rope.amplitude == pytest.approx(0.5 * (1 + 0.1 * math.log(4)))
