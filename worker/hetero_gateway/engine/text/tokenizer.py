@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 from tokenizers.models import BPE
 
 from hetero_api.errors import ModelError
@@ -47,6 +47,7 @@ _LONG_CHARS: Final = 4 * WINDOW_CHARS
 _NORMALIZER_SHRINKS: Final = 4
 """A normalizer may write a character of four bytes as one of one byte."""
 _SPECIAL_TOKEN_NAMES: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class TextTokenizer:
@@ -71,15 +72,17 @@ class TextTokenizer:
         if not has_json and not has_tiktoken and (files := gguf_files(directory)):
             return cls._from_gguf(files[0])
         config = _read_optional_object(directory / TOKENIZER_CONFIG_FILE)
+        special_tokens = _special_tokens(config, _read_optional_object(directory / SPECIAL_TOKENS_FILE))
         is_tiktoken = has_tiktoken and not has_json
         if is_tiktoken:
             tokenizer = read_tiktoken_tokenizer(directory / TIKTOKEN_FILE, config)
         else:
             tokenizer = _build(directory / TOKENIZER_FILE)
+            _add_listed(tokenizer, config, special_tokens.values(), source=directory / TOKENIZER_CONFIG_FILE)
         return cls(
             tokenizer,
             byte_level=_is_byte_level(_decoder_of(tokenizer)),
-            chat_template=_read_chat_template(directory, config, sorts_tools=is_tiktoken),
+            chat_template=_read_chat_template(directory, config, special_tokens, sorts_tools=is_tiktoken),
         )
 
     @classmethod
@@ -314,6 +317,37 @@ def _build(path: Path) -> Tokenizer:
     return tokenizer
 
 
+def _add_listed(tokenizer: Tokenizer, config: Mapping[str, Any], named: Collection[str], *, source: Path) -> None:
+    """Add tokens that tokenizer_config.json lists, and make `named` ones special, as transformers does.
+
+    Tokens that would get another id stay text, as do named ones without an id. Raises ModelError.
+    """
+    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens")
+    try:
+        listed = {int(key): _added_token(entry) for key, entry in (config.get("added_tokens_decoder") or {}).items()}
+        special = {*named, *(_added_token(entry).content for entry in (extra if isinstance(extra, list) else ()))}
+        ids = {text: tokenizer.token_to_id(text) for text in special}
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(f"{source}: added_tokens_decoder and additional_special_tokens must list tokens") from error
+    found = tokenizer.get_added_tokens_decoder()
+    named_alone = {token_id: _added_token(text) for text, token_id in ids.items() if token_id is not None}
+    added: list[AddedToken] = []
+    next_id = tokenizer.get_vocab_size()
+    for token_id, token in sorted({**named_alone, **tokenizer.get_added_tokens_decoder(), **listed}.items()):
+        token.special = token.special or token.content in special
+        known = tokenizer.token_to_id(token.content)
+        if token_id == (next_id if known is None else known) and token != found.get(token_id):
+            added.append(token)
+            next_id += known is None
+    tokenizer.add_tokens(added)
+
+
+def _added_token(entry: Any) -> AddedToken:
+    if isinstance(entry, str):
+        return AddedToken(entry, special=True)
+    return AddedToken(entry["content"], **{flag: bool(entry[flag]) for flag in _TOKEN_FLAGS if flag in entry})
+
+
 def _decoder_of(tokenizer: Tokenizer) -> Any:
     """Return the `decoder` of the tokenizer's tokenizer.json."""
     decoder = tokenizer.decoder
@@ -330,8 +364,9 @@ def _is_byte_level(decoder: Any) -> bool:
     return bool(decoder.get("type") == "ByteLevel")
 
 
-def _read_chat_template(directory: Path, config: Mapping[str, Any], *, sorts_tools: bool) -> ChatTemplate | None:
-    special_tokens = _special_tokens(config, _read_optional_object(directory / SPECIAL_TOKENS_FILE))
+def _read_chat_template(
+    directory: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str], *, sorts_tools: bool
+) -> ChatTemplate | None:
     path, beside = directory / CHAT_TEMPLATE_FILE, directory / TOOL_USE_FILE
     if path.exists():
         text: Any = _read_text(path, missing="no such file")
