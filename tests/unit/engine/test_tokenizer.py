@@ -179,6 +179,8 @@ def test_templates_find_what_transformers_gives_them(model: Path, template: str,
         "{% set ns = namespace() %}{% set ns._a = 1 %}",
         "{{ messages[0].content + 1 }}",
         "{{ 1 // 0 }}",
+        "{{ 1 | dictsort }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
 )
 def test_template_that_refuses_or_tries_to_break_out_is_an_invalid_request(model: Path, template: str) -> None:

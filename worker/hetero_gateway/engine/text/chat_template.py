@@ -25,7 +25,9 @@ from hetero_gateway.engine.errors import InvalidRequest
 
 _GIVEN: Final = ("messages", "tools", "documents", "add_generation_prompt")
 # What a template may run into when messages are not what it expects, beside Jinja's own errors.
-_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError)
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
+)  # fmt: skip
 
 
 _SHOWN: Final = "shown argument"
