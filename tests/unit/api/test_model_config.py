@@ -281,6 +281,15 @@ def test_yarns_amplitude_counts_attn_factor_unless_it_is_given_whole(changes: di
     assert rope.amplitude == pytest.approx(amplitude)
 
 
+@pytest.mark.parametrize(
+    ("kind", "factor", "most"), [("yarn", 4.0, 32_768), ("yarn", 0.5, 8192), ("linear", 4.0, 8192)]
+)
+def test_yarn_makes_more_positions(kind: str, factor: float, most: int) -> None:
+    """As Qwen's model cards set it: beside a max_position_embeddings that stays as it was."""
+    scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": 8192}
+    assert ModelConfig.from_hf(BASE | {"rope_scaling": scaling}).max_position == most
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("head_dim", "rotary_dim", "before"), [(16, 16, 0), (16, 8, 0), (20, 6, 0), (28, 8, 20)])
 def test_rows_of_a_head_are_ordered_so_that_halves_rotate(
