@@ -213,7 +213,7 @@ def _llama(found: GgufMetadata) -> dict[str, Any]:
 def _mistral3(found: GgufMetadata) -> dict[str, Any]:
     if found.number("attention.temperature_scale", 0.0):
         raise found.error("attention.temperature_scale", "is set; scaling queries by their position is not supported")
-    return {}
+    return {"sliding_window": None}
 
 
 def _qwen3_moe(found: GgufMetadata) -> dict[str, Any]:

@@ -245,6 +245,26 @@ def test_heads_of_the_delta_rule_are_dealt_with_kv_heads(key_heads: int, kv_head
     assert all(0 < end - begin <= delta.most_heads(1, of=kv_heads) for begin, end in ranges)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "kind", "fields"),
+    [
+        ("MistralForCausalLM", "mistral", ["sliding_window"]),
+        ("MixtralForCausalLM", "mixtral", ["rms_norm_eps"]),
+        ("Gemma2ForCausalLM", "gemma2", ["sliding_window"]),
+        ("Glm4ForCausalLM", "glm4", ["rms_norm_eps"]),
+        ("Glm4MoeLiteForCausalLM", "glm4_moe_lite", ["rms_norm_eps"]),
+        ("GptOssForCausalLM", "gpt_oss", ["sliding_window", "rms_norm_eps", "rope_parameters"]),
+    ],
+)
+def test_fields_that_are_missing_are_those_of_transformers(architecture: str, kind: str, fields: list[str]) -> None:
+    from transformers import AutoConfig
+
+    whole = AutoConfig.for_model(kind).to_dict() | {"architectures": [architecture]}
+    expected = ModelConfig.from_hf(whole)
+    for field in fields:
+        assert ModelConfig.from_hf({name: whole[name] for name in whole if name != field}) == expected, field
+
+
 YARN = {
     "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
     "original_max_position_embeddings": 4096,
