@@ -86,7 +86,10 @@ def _check_logits(model: TinyCheckpoint) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gguf_file_alone_is_the_model_that_it_was_made_of(tmp_path: Path, name: str) -> None:
-    _check_logits(_in_gguf(tmp_path, name))
+    model = _in_gguf(tmp_path, name)
+    _check_logits(model)
+    found, source = (ModelConfig.from_directory(each).sliding for each in (model.directory, tmp_path / "source"))
+    assert (found and (found.window, found.layers)) == (source and (source.window, source.layers))
 
 
 def test_every_architecture_is_tested() -> None:
