@@ -28,14 +28,9 @@ _GIVEN: Final = ("messages", "tools", "documents", "add_generation_prompt")
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
 )  # fmt: skip
-
-
 _SHOWN: Final = "shown argument"
-_TOOL: Final = {
-    "name": "f",
-    "description": "f",
-    "parameters": {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}, "required": ["a"]},
-}
+_PARAMETERS: Final = {"type": "object", "properties": {"a": {"type": "string"}}}
+_TOOL: Final = {"type": "function", "function": {"name": "f", "description": "f", "parameters": _PARAMETERS}}
 _CALL: Final = {"name": "f", "arguments": json.dumps({"a": _SHOWN})}
 _CALLING: Final = (
     {"role": "user", "content": "a"},
@@ -84,44 +79,38 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
+        form: _CallForm | None = None,
     ) -> str:
         """Return the prompt's text with the assistant's turn opened. `options` are variables of the template's own.
 
-        Raises InvalidRequest if the template refuses, or an option has the name of something that it gets anyway.
+        `form`: of an assistant's calls; None: the one that the template shows. Raises InvalidRequest if the template
+        refuses, or an option has the name of something that it gets anyway.
         """
         taken = sorted({*_GIVEN, *self._special_tokens}.intersection(options or ()))
         if taken:
             raise InvalidRequest(
                 "chat.template_options_json", f"cannot set {taken[0]!r}, which the request says itself"
             )
-        form = self._call_form if any(message.get("tool_calls") for message in messages) else _CallForm()
+        if form is None:
+            form = self._call_form if any(message.get("tool_calls") for message in messages) else _CallForm()
         try:
-            return self._rendered(messages, form, tools, options or {})
+            return self._template.render(
+                **self._special_tokens,
+                **(options or {}),
+                messages=[form.message(message) for message in messages],
+                tools=self._tools(tools) if tools else None,
+                documents=None,
+                add_generation_prompt=True,
+            )
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequest("chat.messages", f"the model's chat template refuses them: {error}") from error
-
-    def _rendered(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        form: _CallForm,
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: Mapping[str, Any],
-    ) -> str:
-        return self._template.render(
-            **self._special_tokens,
-            **options,
-            messages=[form.message(message) for message in messages],
-            tools=self._tools(tools) if tools else None,
-            documents=None,
-            add_generation_prompt=True,
-        )
 
     @cached_property
     def _call_form(self) -> _CallForm:
         """The first form whose arguments the template shows; the usual one if it shows none."""
         for form in (_CallForm(), _CallForm(True), _CallForm(False, True), _CallForm(True, True)):
-            with suppress(*_TEMPLATE_ERRORS):
-                if _SHOWN in self._rendered(_CALLING, form, [{"type": "function", "function": _TOOL}], {}):
+            with suppress(InvalidRequest):
+                if _SHOWN in self.render(_CALLING, tools=[_TOOL], form=form):
                     return form
         return _CallForm()
 
