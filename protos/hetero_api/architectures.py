@@ -185,11 +185,12 @@ _GATED_EXPERTS: Final = ExpertTraits(
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "LlamaForCausalLM": Architecture(),
-    "MistralForCausalLM": Architecture(sliding=SlidingLayers.ALL),
+    "MistralForCausalLM": Architecture(sliding=SlidingLayers.ALL, defaults={"sliding_window": 4096}),
     "MixtralForCausalLM": Architecture(
         rope_theta=1_000_000.0,
         sliding=SlidingLayers.ALL,
         experts=ExpertTraits(_MIXTRAL_NAMES, intermediate_size="intermediate_size"),
+        defaults={"rms_norm_eps": 1e-5},
     ),
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": _QWEN3,
@@ -210,6 +211,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         final_logit_softcapping=30.0,
         sliding=SlidingLayers.ALL_BUT_EVERY_NTH,
         sliding_window_pattern=2,
+        defaults={"sliding_window": 4096},
     ),
     "Gemma3ForCausalLM": Architecture(
         qk_norm="head",
@@ -286,6 +288,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         partial_rotary_factor=0.5,
         interleaved_rope=True,
         fused_gate_up=True,
+        defaults={"rms_norm_eps": 1.5625e-7},
     ),
     "Glm4MoeForCausalLM": Architecture(
         biased_output=False,
@@ -302,6 +305,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         experts=ExpertTraits(routing=replace(_SIGMOID, scale=1.8), has_shared=True, first_k_dense_replace=1),
         heads=_HEADS,
         expects={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+        defaults={"rms_norm_eps": 1e-5},
     ),
     "MiniMaxM2ForCausalLM": Architecture(
         qk_norm="all heads",
@@ -347,6 +351,16 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
             biased=True,
         ),
         expects={"swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT},
+        defaults={
+            "sliding_window": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
     ),
 }
 SUPPORTED_ARCHITECTURES: Final = tuple(ARCHITECTURES)

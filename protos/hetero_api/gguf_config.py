@@ -37,9 +37,12 @@ CONFIG_LISTS: Final = (
 _END_FIELDS: Final = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
 _END_TEXTS: Final = frozenset({
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|return|>", "<|call|>", "<|user|>", "<|observation|>",
-    "<turn|>", "<|tool_response>",
+    "<turn|>", "<|tool_response>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>",
+    "<end_of_utterance>", "<|end|>", "<｜end▁of▁sentence｜>",
 })  # fmt: skip
 """Tokens that end a turn whatever the fields say, as llama.cpp has them, and those that GLM's generation ends with."""
+_MESSAGE_END: Final = "<|end|>"
+"""Ends a message only, not the turn, where turns end with <|return|>: in the Harmony format."""
 _FREQUENCY_DIVISORS: Final = "rope_freqs.weight"
 _MAX_DIVISORS: Final = 1 << 16
 _SIGMOID: Final = 2
@@ -119,8 +122,9 @@ def _kv_heads(found: GgufMetadata, heads: int, *, slides: bool | None = None) ->
 
 def _end_tokens(found: GgufMetadata) -> list[Any]:
     named = [found.header.metadata[name] for name in _END_FIELDS if name in found.header.metadata]
-    texts = enumerate(found.header.lists.get(_TOKENS, ()))
-    return [*named, *(number for number, text in texts if text in _END_TEXTS)]
+    texts = found.header.lists.get(_TOKENS, ())
+    ends = _END_TEXTS - {_MESSAGE_END} if "<|return|>" in texts else _END_TEXTS
+    return [*named, *(number for number, text in enumerate(texts) if text in ends)]
 
 
 def _rope(found: GgufMetadata) -> dict[str, Any]:
@@ -129,13 +133,15 @@ def _rope(found: GgufMetadata) -> dict[str, Any]:
     if rotated != found.head_dim and found.architecture not in _PARTLY_ROTATED:
         raise found.error("rope.dimension_count", f"must be that of a head, {found.head_dim}, not {rotated}")
     theta = {"rope_theta": found.number("rope.freq_base", 10_000.0)}
-    kind = found.find("rope.scaling.type", "none")
+    factor = found.number("rope.scaling.factor", 0.0) or found.number("rope.scale_linear", 0.0)
+    kind = found.find("rope.scaling.type", "none" if factor in (0, 1) else "linear")
     if kind == "none":
         return theta
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor or 1.0, "attn_factor": 1.0}
     for name in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
-        if found.number(name, 1.0) != 1.0:
+        scaling["attn_factor"] *= found.number(name, 1.0)
+        if kind != "yarn" and scaling["attn_factor"] != 1.0:
             raise found.error(name, f"{found.find(name)!r} is not supported; supported: 1")
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": found.number("rope.scaling.factor", 1.0)}
     for field, name in {
         "original_max_position_embeddings": "rope.scaling.original_context_length",
         "beta_fast": "rope.scaling.yarn_beta_fast",
@@ -207,7 +213,7 @@ def _llama(found: GgufMetadata) -> dict[str, Any]:
 def _mistral3(found: GgufMetadata) -> dict[str, Any]:
     if found.number("attention.temperature_scale", 0.0):
         raise found.error("attention.temperature_scale", "is set; scaling queries by their position is not supported")
-    return {}
+    return {"sliding_window": None}
 
 
 def _qwen3_moe(found: GgufMetadata) -> dict[str, Any]:

@@ -163,6 +163,11 @@ class HfConfig:
         rope, share = self._rope(scaling, theta), self._rotary_share(scaling)
         return replace(rope, moving=share) if rope.kind == "proportional" else replace(rope, share=share)
 
+    def max_position(self, rope: RopeConfig) -> int:
+        """Return the most positions; YaRN's factor may be set without raising max_position_embeddings."""
+        longest = self.positive("max_position_embeddings")
+        return max(longest, int(rope.factor * rope.original_max_position)) if rope.kind == "yarn" else longest
+
     def unrotated_layers(self) -> tuple[int, ...]:
         """Return the layers whose queries and keys are not rotated, ascending."""
         interval = self.traits.no_rope_layer_interval
@@ -509,6 +514,7 @@ class HfConfig:
         if scaling.get("mscale") and scaling.get("mscale_all_dim"):
             mscale, of_all = (self._more_than_0(scaling, name, 1.0) for name in ("mscale", "mscale_all_dim"))
             usual = yarn_mscale(factor, mscale) / yarn_mscale(factor, of_all)
+        usual *= self._more_than_0(scaling, "attn_factor", 1.0)  # as in vLLM and llama.cpp; transformers has it not
         return self._more_than_0(scaling, "attention_factor", usual)
 
     def _more_than_0(self, scaling: Mapping[str, Any], name: str, default: float) -> float:

@@ -467,7 +467,7 @@ class ModelConfig:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             vocab_size=fields.positive("vocab_size"),
-            max_position=fields.positive("max_position_embeddings"),
+            max_position=fields.max_position(rope),
             rms_norm_eps=fields.epsilon(),
             rope=rope,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", traits.tie_word_embeddings)),

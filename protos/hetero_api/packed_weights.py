@@ -17,6 +17,8 @@ from hetero_api.module_names import ModuleNames
 from hetero_api.weight_format import FP8, INT8, StoredWeights, WeightFormat
 
 FIELD: Final = "quantization_config"
+_EARLIER_FIELD: Final = "compression_config"
+"""Name of the field in early files of compressed-tensors."""
 MODELOPT_FILE: Final = "hf_quant_config.json"
 """Where ModelOpt writes its configuration, beside config.json or instead of the field there."""
 _MLP: Final = ("gate_proj", "up_proj", "down_proj")
@@ -144,12 +146,13 @@ class PackedWeights:
     @classmethod
     def of_config(cls, config: Mapping[str, Any], *, source: str) -> PackedWeights | None:
         """From the contents of config.json, `source`; None: not quantised. Raises ModelError."""
-        fields = config.get(FIELD)
+        name = FIELD if config.get(FIELD) else _EARLIER_FIELD
+        fields = config.get(name)
         if not fields:
             return None
         if not isinstance(fields, Mapping):
-            raise ModelError(f"{source}: {FIELD} must be an object, not {fields!r}")
-        return _Config(fields, f"{source}: {FIELD}").packed()
+            raise ModelError(f"{source}: {name} must be an object, not {fields!r}")
+        return _Config(fields, f"{source}: {name}").packed()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ WRAPPERS: Final[Mapping[str, Mapping[str, str]]] = {
 }
 """Architecture of the text part of each wrapper, by the `model_type` of text_config; without one it is the first."""
 _OF_ALL_PARTS: Final = (
-    "quantization_config", "dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id", "bos_token_id",
+    "quantization_config", "compression_config", "dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id",
+    "bos_token_id",
 )  # fmt: skip
 """Fields beside text_config that hold for the text part, too."""
 _PREFIXES: Final[Mapping[str, str]] = {
@@ -66,13 +67,14 @@ def text_tensors(stored: Collection[str]) -> dict[str, str]:
         return {name: name for name in stored}
     tensors: dict[str, str] = {}
     for name in stored:
-        text = _text_name(name)
+        text = text_name(name)
         if text is not None and tensors.setdefault(text, name) != name:
             raise ModelError(f"tensors {tensors[text]} and {name} are both {text} of the text part; keep one of them")
     return tensors
 
 
-def _text_name(stored: str) -> str | None:
+def text_name(stored: str) -> str | None:
+    """Return the name in a text model of a tensor or module of a wrapper; None: it is not of the text part."""
     for prefix, text in _PREFIXES.items():
         if stored.startswith(prefix):
             return text + stored.removeprefix(prefix)

@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -63,16 +64,19 @@ def write_gguf_model(
     kind: Callable[[str, Array], str] = lambda _name, _data: "F32",
     split_max_tensors: int = 0,
     whole_heads: bool = False,
+    fields: Mapping[str, Any] = MappingProxyType({}),
+    tokens: Mapping[int, str] = MappingProxyType({}),
 ) -> None:
     """Write the checkpoint in the directory `source` as `target`, or its parts of some tensors each.
 
     `kind`: type of each tensor. `whole_heads`: latent attention's kv_b_proj stays whole, as in earlier files.
+    `fields`: metadata besides, without the architecture before them. `tokens`: texts of some tokens.
     """
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     writer = gguf.GGUFWriter(target, architecture, split_max_tensors=split_max_tensors)
-    for name, value in metadata_of(config, architecture, whole_heads=whole_heads).items():
+    for name, value in (metadata_of(config, architecture, whole_heads=whole_heads) | dict(fields)).items():
         _add(writer, f"{architecture}.{name}", value)
-    writer.add_token_list([f"<{number}>" for number in range(config["vocab_size"])])
+    writer.add_token_list([tokens.get(number, f"<{number}>") for number in range(config["vocab_size"])])
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
     tensors = load_file(source / "model.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,26 @@ def test_heads_of_the_delta_rule_are_dealt_with_kv_heads(key_heads: int, kv_head
     assert all(0 < end - begin <= delta.most_heads(1, of=kv_heads) for begin, end in ranges)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "kind", "fields"),
+    [
+        ("MistralForCausalLM", "mistral", ["sliding_window"]),
+        ("MixtralForCausalLM", "mixtral", ["rms_norm_eps"]),
+        ("Gemma2ForCausalLM", "gemma2", ["sliding_window"]),
+        ("Glm4ForCausalLM", "glm4", ["rms_norm_eps"]),
+        ("Glm4MoeLiteForCausalLM", "glm4_moe_lite", ["rms_norm_eps"]),
+        ("GptOssForCausalLM", "gpt_oss", ["sliding_window", "rms_norm_eps", "rope_parameters"]),
+    ],
+)
+def test_fields_that_are_missing_are_those_of_transformers(architecture: str, kind: str, fields: list[str]) -> None:
+    from transformers import AutoConfig
+
+    whole = AutoConfig.for_model(kind).to_dict() | {"architectures": [architecture]}
+    expected = ModelConfig.from_hf(whole)
+    for field in fields:
+        assert ModelConfig.from_hf({name: whole[name] for name in whole if name != field}) == expected, field
+
+
 YARN = {
     "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
     "original_max_position_embeddings": 4096,
@@ -264,6 +285,29 @@ def test_yarn_equals_transformers(changes: dict[str, Any]) -> None:
     old_fields = {name: value for name, value in scaling.items() if name not in ("rope_type", "rope_theta")}
     old = BASE | {"rope_theta": 150000.0, "rope_scaling": {"type": "yarn", **old_fields}}
     assert ModelConfig.from_hf(old).rope == rope
+
+
+@pytest.mark.parametrize(
+    ("changes", "amplitude"),
+    [
+        ({"attn_factor": 0.5}, 0.5 * (1 + 0.1 * math.log(32))),
+        ({"attn_factor": 0.5, "attention_factor": 2.0}, 2),
+        ({"attn_factor": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}, 0.5),
+    ],
+)
+def test_yarns_amplitude_counts_attn_factor_unless_it_is_given_whole(changes: dict[str, Any], amplitude: float) -> None:
+    """DeepSeek-R1-0528-Qwen3-8B has one."""
+    rope = ModelConfig.from_hf(BASE | {"rope_parameters": YARN | changes}).rope
+    assert rope.amplitude == pytest.approx(amplitude)
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor", "most"), [("yarn", 4.0, 32_768), ("yarn", 0.5, 8192), ("linear", 4.0, 8192)]
+)
+def test_yarn_makes_more_positions(kind: str, factor: float, most: int) -> None:
+    """As Qwen's model cards set it: beside a max_position_embeddings that stays as it was."""
+    scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": 8192}
+    assert ModelConfig.from_hf(BASE | {"rope_scaling": scaling}).max_position == most
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

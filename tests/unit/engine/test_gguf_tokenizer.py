@@ -44,7 +44,9 @@ SPM_TOKENS: Final = ("<unk>", "<s>", "</s>", "<0xC3>", "<0xA9>", "▁", "a", "b"
 SPM_TYPES: Final = (2, 3, 3, 6, 6, 1, 1, 1, 1, 1, 4, 5)
 
 
-def _write(path: Path, model: str, fields: Mapping[str, Any]) -> Path:
+def _write(
+    path: Path, model: str, fields: Mapping[str, Any], *, template: Any = "{{ bos_token }}{{ messages[0].content }}"
+) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model(model)
     for name, value in fields.items():
@@ -56,7 +58,7 @@ def _write(path: Path, model: str, fields: Mapping[str, Any]) -> Path:
             writer.add_string(f"tokenizer.ggml.{name}", value)
         else:
             writer.add_array(f"tokenizer.ggml.{name}", value)
-    writer.add_chat_template("{{ bos_token }}{{ messages[0].content }}")
+    writer.add_chat_template(template)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
@@ -102,6 +104,14 @@ def test_sentencepiece_merges_by_scores_and_falls_back_to_bytes(tmp_path: Path) 
         ids["<s>"], ids["▁a"], ids["b"], ids["▁"], ids["<0xC3>"], ids["<0xA9>"], ids["<turn>"], ids["▁"], ids["<unk>"],
     ]  # fmt: skip
     assert found.decode(found.encode("a ab")) == "a ab"
+
+
+def test_a_template_for_tools_is_used_where_there_are_tools(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    _write(tmp_path / "tiny.gguf", "llama", _spm(), template=named)
+    found = TextTokenizer.from_directory(tmp_path)
+    messages = [{"role": "user", "content": "Hi"}]
+    assert [found.decode(found.encode_chat(messages, tools=tools)) for tools in (None, [TOOL])] == ["a", "b"]
 
 
 def test_the_file_says_whether_a_space_and_tokens_are_put_around(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.errors import InvalidRequest
-from hetero_gateway.engine.text.chat_template import ChatTemplate
+from hetero_gateway.engine.text.chat_template import ChatTemplate, with_tool_use
 from hetero_gateway.server.reading import template_message
 from tests.support.llama_cpp_files import llama_cpp_models
 
@@ -28,7 +28,10 @@ TOOLS = [
         },
     }
 ]
-CALL = {"id": "call12345", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+CALL_ARGUMENTS = {"city": "Bern"}
+CALL: dict[str, Any] = {
+    "id": "call12345", "type": "function", "function": {"name": "weather", "arguments": json.dumps(CALL_ARGUMENTS)},
+}  # fmt: skip
 SYSTEM = pb.ChatMessage(role="system", content="Be brief.")
 USER = pb.ChatMessage(role="user", content="How is 天气 in <Bern>?")
 CALLING = pb.ChatMessage(role="assistant", tool_calls_json=json.dumps([CALL]), reasoning="I look.")
@@ -52,6 +55,7 @@ FAMILIES = {
 }
 SILENT = ("smollm3",)
 """Families whose template shows tools and calls only if it is asked for in its own way."""
+HERMES = "NousResearch-Hermes-3-Llama-3.1-8B"
 KIMI = "Kimi-K2-Instruct"
 
 
@@ -64,8 +68,12 @@ def rendered(template: str, messages: list[dict[str, Any]], *, tools: Any = None
     return ChatTemplate(template, special_tokens=TOKENS, source="template").render(messages, tools=tools)
 
 
-def expected(template: str, messages: list[dict[str, Any]], *, tools: Any = None) -> str:
-    """What transformers makes of it."""
+def expected(
+    template: str, messages: list[dict[str, Any]], *, tools: Any = None, arguments: Any = CALL_ARGUMENTS
+) -> str:
+    """What transformers makes of it, if calls have their `arguments` in that form."""
+    calls = [CALL | {"function": CALL["function"] | {"arguments": arguments}}]
+    messages = [message | {"tool_calls": calls} if "tool_calls" in message else message for message in messages]
     render: Any = render_jinja_template  # its annotations say neither what it returns nor what it takes beside
     (text,), _ = render([messages], tools=tools, chat_template=template, add_generation_prompt=True, **TOKENS)
     return str(text)
@@ -87,6 +95,28 @@ def test_a_conversation_is_rendered_as_transformers_does(templates: Path, family
     assert USER.content in text
     assert ("sunny" in text) == (tools is not None)
     assert ("weather" in text and "Bern" in text.split(USER.content)[1]) == (tools is not None and family not in SILENT)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", None), ("meetkai-functionary-medium-v3.2", "")]
+)
+def test_a_template_gets_calls_in_the_form_that_it_shows(templates: Path, name: str, content: str | None) -> None:
+    """Arguments as text, and a content that is null."""
+    template = (templates / f"{name}.jinja").read_text(encoding="utf-8")
+    given = [template_message(message) for message in (USER, CALLING, RESULT)]
+    text = rendered(template, given, tools=TOOLS)
+    given[1]["content"] = content
+    assert text == expected(template, given, tools=TOOLS, arguments=json.dumps(CALL_ARGUMENTS))
+    assert "Bern" in text.split(USER.content)[1]
+
+
+def test_a_template_for_tools_beside_another_is_rendered_as_alone(templates: Path) -> None:
+    tool_use = (templates / f"{HERMES}-tool_use.jinja").read_text(encoding="utf-8")
+    default = (templates / f"{FAMILIES['qwen2.5']}.jinja").read_text(encoding="utf-8")
+    messages = [template_message(message) for message in (USER, CALLING, RESULT)]
+    for template, tools in ((tool_use, TOOLS), (default, None)):
+        text = rendered(with_tool_use(default, tool_use), messages, tools=tools)
+        assert text == expected(template, messages, tools=tools)
 
 
 def test_gpt_oss_keeps_the_reasoning_of_a_call_and_drops_that_of_an_answer(templates: Path) -> None:

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Encoding, Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Encoding, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer
 
 from hetero_api.errors import ModelError
 from hetero_gateway.engine.errors import InvalidRequest
+from hetero_gateway.engine.text.byte_level import byte_level_alphabet
+from hetero_gateway.engine.text.chat_template import ChatTemplate
 from hetero_gateway.engine.text.tokenizer import TextTokenizer
 from hetero_gateway.engine.text.windows import ids_by_windows
 from tests.unit.engine.tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer, save
@@ -78,6 +81,71 @@ def test_default_of_several_named_templates_is_used(model: Path) -> None:
     assert rendered(model) == "right"
 
 
+@pytest.mark.parametrize("is_file", [False, True])
+def test_a_template_for_tools_is_used_where_there_are_tools(model: Path, *, is_file: bool) -> None:
+    """Each is rendered as it would be alone, blanks and line ends included."""
+    default = "\n  {% if true %}\n[{{ messages[0].role }}]\n  {% endif %}\n\n"
+    tool_use = "  {%- macro of(tool) %}<{{ tool.name }}>{% endmacro %}\n\n {{ of(tools[0]) }}\n  "
+    if is_file:
+        (model / "chat_template.jinja").write_text(default)
+        (model / "additional_chat_templates").mkdir()
+        (model / "additional_chat_templates/tool_use.jinja").write_text(tool_use)
+    else:
+        named = {"tool_use": tool_use, "default": default}
+        write_config(model, chat_template=[{"name": name, "template": text} for name, text in named.items()])
+    tokenizer = TextTokenizer.from_directory(model)
+    for text, tools in ((default, None), (default, []), (tool_use, [{"name": "weather"}])):
+        alone = ChatTemplate(text, special_tokens={}, source="alone").render(CHAT, tools=tools)
+        assert tokenizer.decode(tokenizer.encode_chat(CHAT, tools=tools)) == alone
+    assert tool_use[:-2] in tokenizer.chat_template, "formats of answers are found in both"
+
+
+IM_END = {
+    "content": "<|im_end|>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False,
+    "special": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "added", "config"),
+    [
+        ("<|im_end|>", None, {"eos_token": "<|im_end|>"}),
+        ("<|im_end|>", None, {"added_tokens_decoder": {"256": IM_END}}),
+        ("<|im_end|>", None, {"added_tokens_decoder": {"256": IM_END | {"special": False}}}),
+        ("<|im_end|>", False, {"added_tokens_decoder": {"256": IM_END}}),
+        ("<|im_end|>", False, {"eos_token": "<|im_end|>"}),
+        ("<|im_end|>", False, {"additional_special_tokens": ["<|im_end|>"]}),
+        ("other", None, {"added_tokens_decoder": {"257": IM_END}, "eos_token": "<|im_end|>"}),
+        ("other", None, {}),
+    ],
+)
+def test_tokens_that_tokenizer_config_alone_lists_are_those_of_transformers(
+    tmp_path: Path, vocabulary: str, added: bool | None, config: dict[str, Any]
+) -> None:
+    """`vocabulary`: its last token. `added`: whether tokenizer.json adds it as special; None: it adds none."""
+    tokenizer = Tokenizer(
+        models.BPE(vocab={each: i for i, each in enumerate([*byte_level_alphabet(), vocabulary])}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if added is not None:
+        tokenizer.add_tokens([AddedToken("<|im_end|>", special=added, normalized=False)])
+    save(tokenizer, tmp_path)
+    write_config(tmp_path, tokenizer_class="PreTrainedTokenizerFast", **config)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    reference, found = AutoTokenizer.from_pretrained(str(tmp_path)), TextTokenizer.from_directory(tmp_path)
+    ids = reference("a<|im_end|>").input_ids
+    assert found.encode("a<|im_end|>") == ids
+    assert found.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+
+
+def test_named_tokens_without_an_id_stay_text(model: Path) -> None:
+    """An id behind the vocabulary would be none of the model's."""
+    write_config(model, pad_token="[PAD]", added_tokens_decoder={"5000": IM_END})
+    plain = TextTokenizer.from_directory(model)
+    assert max(plain.encode("[PAD]<|im_end|>")) < plain.vocab_size == byte_level_tokenizer().get_vocab_size()
+
+
 def test_special_tokens_map_fills_what_tokenizer_config_lacks(model: Path) -> None:
     write_config(model, chat_template="{{ bos_token }}{{ eos_token }}", eos_token="</s>")
     (model / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": "wrong"}', encoding="utf-8")
@@ -111,6 +179,8 @@ def test_templates_find_what_transformers_gives_them(model: Path, template: str,
         "{% set ns = namespace() %}{% set ns._a = 1 %}",
         "{{ messages[0].content + 1 }}",
         "{{ 1 // 0 }}",
+        "{{ 1 | dictsort }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
 )
 def test_template_that_refuses_or_tries_to_break_out_is_an_invalid_request(model: Path, template: str) -> None:
@@ -195,8 +265,20 @@ def test_missing_tokenizer_names_the_file_and_how_to_get_it(tmp_path: Path) -> N
         ("tokenizer.json", b'{"version": "1.0", "mo', r"tokenizer\.json: cannot be read as JSON, perhaps an"),
         ("tokenizer.json", b"{}", r"tokenizer\.json: is no tokenizer"),
         ("tokenizer.json", b"\xff\xfe", r"tokenizer\.json: cannot be read"),
+        (
+            "tokenizer_config.json",
+            b'{"added_tokens_decoder": {"1": "\\ud800"}}',
+            r"added_tokens_decoder and .* list tokens",
+        ),
+        ("tokenizer_config.json", b'{"eos_token": "\\ud800"}', r"added_tokens_decoder and .* list tokens"),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"1": {}}}', r"added_tokens_decoder and .* list tokens"),
         ("tokenizer_config.json", b"[]", r"tokenizer_config\.json: must hold a JSON object"),
         ("tokenizer_config.json", b'{"chat_template": 1}', r"tokenizer_config\.json: chat_template must be text"),
+        (
+            "tokenizer_config.json",
+            b'{"chat_template": [{"name": "default", "template": ""}, {"name": "tool_use", "template": 1}]}',
+            r"tokenizer_config\.json: chat_template must be text or a list of named templates",
+        ),
         ("chat_template.jinja", b"{% if %}", r"chat_template\.jinja: the chat template is no valid Jinja, line 1"),
     ],
 )

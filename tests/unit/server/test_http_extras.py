@@ -102,14 +102,25 @@ async def test_the_models_own_defaults_count_where_a_request_is_silent(
     assert (own.sampling.temperature, own.sampling.top_k) == (0.5, 0)
 
 
-@pytest.mark.parametrize(
-    ("defaults", "words"),
-    [({"temperature": "hot"}, "temperature must be a number"), ({"top_p": 3}, "top_p must be more than 0")],
-)
-def test_defaults_that_are_none_are_the_models_fault(tmp_path: Path, defaults: dict[str, Any], words: str) -> None:
-    write_defaults(tmp_path, **defaults)
-    with pytest.raises(ModelError, match=words):
+def test_defaults_that_are_none_are_the_models_fault(tmp_path: Path) -> None:
+    write_defaults(tmp_path, temperature="hot")
+    with pytest.raises(ModelError, match="temperature must be a number"):
         read_sampling_defaults(tmp_path)
+
+
+@pytest.mark.parametrize("defaults", [{"top_p": 3}, {"top_p": 0.0}, {"temperature": -1.0}])
+def test_defaults_out_of_bounds_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, defaults: dict[str, float]
+) -> None:
+    write_defaults(tmp_path, min_p=0.5, **defaults)
+    assert read_sampling_defaults(tmp_path) == pb.SamplingParams(min_p=0.5)
+    assert f"generation_config.json: {next(iter(defaults))} must be" in caplog.text
+
+
+@pytest.mark.parametrize(("value", "top_k"), [(-1, 0), (-1.0, 0), (50.0, 50)])
+def test_a_default_top_k_may_be_written_in_other_ways(tmp_path: Path, value: float, top_k: int) -> None:
+    write_defaults(tmp_path, top_k=value, temperature=1.0)
+    assert read_sampling_defaults(tmp_path) == pb.SamplingParams(top_k=top_k, temperature=1)
 
 
 def test_defaults_may_be_null_or_missing(tmp_path: Path) -> None:

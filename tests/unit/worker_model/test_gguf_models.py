@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -85,7 +86,10 @@ def _check_logits(model: TinyCheckpoint) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gguf_file_alone_is_the_model_that_it_was_made_of(tmp_path: Path, name: str) -> None:
-    _check_logits(_in_gguf(tmp_path, name))
+    model = _in_gguf(tmp_path, name)
+    _check_logits(model)
+    found, source = (ModelConfig.from_directory(each).sliding for each in (model.directory, tmp_path / "source"))
+    assert (found and (found.window, found.layers)) == (source and (source.window, source.layers))
 
 
 def test_every_architecture_is_tested() -> None:
@@ -273,15 +277,50 @@ def test_ranks_and_gateway_can_tell_whether_they_look_at_the_same_gguf(tmp_path:
     ],
 )
 def test_metadata_that_are_not_supported_are_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: Any, message: str
+    tmp_path: Path, field: str, value: Any, message: str
 ) -> None:
-    from tests.support import gguf_models
-
-    whole = gguf_models.metadata_of
-    monkeypatch.setattr(gguf_models, "metadata_of", lambda *args, **more: whole(*args, **more) | {field: value})
-    directory = _in_gguf(tmp_path, "deepseek2").directory
+    directory = _in_gguf(tmp_path, "deepseek2", fields={field: value}).directory
     if not message:  # it is for rotations that are scaled
         ModelConfig.from_directory(directory)
         return
     with pytest.raises(ModelError, match=message):
         ModelConfig.from_directory(directory)
+
+
+@pytest.mark.parametrize(
+    ("texts", "ends"),
+    [
+        (("<|endoftext|>", "<|im_start|>", "<|im_end|>"), (0, 2)),
+        (("<|end_of_text|>", "<|end|>", "<EOT>"), (0, 1, 2)),
+        (("<|end|>", "<|return|>", "<|call|>"), (1, 2)),
+    ],
+)
+def test_tokens_that_end_a_turn_are_known_by_their_texts(
+    tmp_path: Path, texts: tuple[str, ...], ends: tuple[int, ...]
+) -> None:
+    model = _in_gguf(tmp_path, "qwen3", tokens={3 + number: text for number, text in enumerate(texts)})
+    assert ModelConfig.from_directory(model.directory).eos_token_ids[-len(ends) :] == tuple(3 + end for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "factor"),
+    [
+        ({"rope.scaling.factor": 4.0}, "linear", 4),
+        ({"rope.scale_linear": 4.0}, "linear", 4),
+        ({"rope.scaling.factor": 1.0}, "default", 1),
+        ({"rope.scaling.factor": 0.0}, "default", 1),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, "default", 1),
+    ],
+)
+def test_rotations_are_scaled_as_by_llama_cpp(
+    tmp_path: Path, fields: Mapping[str, Any], kind: str, factor: float
+) -> None:
+    rope = ModelConfig.from_directory(_in_gguf(tmp_path, "qwen3", fields=fields).directory).rope
+    assert (rope.kind, rope.factor) == (kind, factor)
+
+
+@pytest.mark.parametrize("name", ["attn_factor", "yarn_attn_factor"])
+def test_amplitudes_of_rotations_are_those_of_the_file(tmp_path: Path, name: str) -> None:
+    fields = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, f"rope.scaling.{name}": 0.5}
+    config = ModelConfig.from_directory(_in_gguf(tmp_path, "qwen3", fields=fields).directory)
+    assert config.rope.amplitude == pytest.approx(0.5 * (1 + 0.1 * math.log(4)))

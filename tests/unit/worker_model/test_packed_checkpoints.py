@@ -388,10 +388,29 @@ def test_damaged_orders_are_named(tmp_path: Path, order: torch.Tensor | None, me
     assert LAYER in str(caught.value)
 
 
-def test_floats_of_eight_bits_without_a_configuration_are_refused(tmp_path: Path) -> None:
-    save_packed(tmp_path, wide_floats(OUTPUTS, INPUTS, rows=1, columns=0).tensors, {})
-    with Checkpoint(tmp_path) as checkpoint, pytest.raises(ModelError, match="F8_E4M3, and quantization_config"):
+@pytest.mark.parametrize(
+    ("tensors", "kind"),
+    [
+        (wide_floats(OUTPUTS, INPUTS, rows=1, columns=0).tensors, "F8_E4M3"),
+        (int_tensors(random_quantized(OUTPUTS, INPUTS, bits=8, group=0, symmetric=True), symmetric=True), "I8"),
+    ],
+)
+def test_eight_bits_without_a_configuration_are_refused(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], kind: str
+) -> None:
+    save_packed(tmp_path, tensors, {})
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(ModelError, match=f"{kind}, and quantization_config"):
         checkpoint.read(_PART, torch.empty(OUTPUTS, INPUTS))
+
+
+def test_a_configuration_by_its_earlier_name_is_read(tmp_path: Path) -> None:
+    matrix = random_quantized(OUTPUTS, INPUTS, bits=8, group=0, symmetric=True)
+    save_packed(tmp_path, int_tensors(matrix, symmetric=True), {})
+    config = {"compression_config": compressed_config("int-quantized", 8, 0, symmetric=True)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with Checkpoint(tmp_path) as checkpoint:
+        found = checkpoint.read_quantized(_PART)
+    torch.testing.assert_close(found.dequantized(), matrix.numbers)
 
 
 def test_several_groups_of_layers_have_their_own_formats(tmp_path: Path) -> None:

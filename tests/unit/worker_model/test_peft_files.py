@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from hetero_api.errors import ModelError
 from hetero_api.model_config import ModelConfig
@@ -55,6 +55,20 @@ def test_a_slice_gets_its_rows_of_the_one_factor_and_its_columns_of_the_other(tm
     assert columns.up.shape == (6, 2)
 
 
+@pytest.mark.parametrize("part", ["model.language_model", "language_model.model"])
+def test_factors_of_the_text_part_of_a_model_of_several_media_are_read(tmp_path: Path, part: str) -> None:
+    own = load_file(write(tmp_path) / ADAPTER_TENSORS)
+    renamed = {name.replace("model.layers", f"{part}.layers"): tensor.clone() for name, tensor in own.items()}
+    save_file(renamed, tmp_path / ADAPTER_TENSORS)
+    with LoraAdapter(tmp_path, TARGETS) as adapter:
+        found = adapter.factors(TensorSlice("model.layers.0.self_attn.q_proj.weight", (6, 4)))
+    assert found is not None
+    assert torch.equal(found.down, own[DOWN])
+    save_file(own | renamed, tmp_path / ADAPTER_TENSORS)
+    with pytest.raises(ModelError, match="factors of a module by two names"):
+        opened(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -78,6 +92,7 @@ def test_a_rank_beyond_what_memory_is_kept_for_is_refused(tmp_path: Path) -> Non
 
 
 ROUTER = "base_model.model.model.layers.0.mlp.gate.lora_A.weight"
+IMAGES = "base_model.model.model.vision_tower.layers.0.self_attn.q_proj.lora_A.weight"
 MAGNITUDE = "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"
 EMBEDDING = "base_model.model.model.embed_tokens.lora_embedding_A"
 
@@ -92,6 +107,7 @@ EMBEDDING = "base_model.model.model.embed_tokens.lora_embedding_A"
         (DOWN, torch.zeros(2, 4, dtype=torch.float64), "is stored as F64"),
         (DOWN, torch.zeros(2, 4, dtype=torch.int8), "is stored as I8"),
         (ROUTER, torch.zeros(2, 4), r"model\.layers\.0\.mlp\.gate takes no adapter.*down_proj, q_proj"),
+        (IMAGES, torch.zeros(2, 4), r"vision_tower.* takes no adapter"),
         (MAGNITUDE, torch.zeros(6), "is no LoRA factor"),
         (EMBEDDING, torch.zeros(2, 4), "is no LoRA factor"),
     ],

@@ -192,7 +192,7 @@ def template_message(message: pb.ChatMessage) -> dict[str, Any]:
     """Return a message as templates of transformers know it: without the fields that are not set."""
     template_message: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls_json:
-        template_message["tool_calls"] = [_template_call(call) for call in json.loads(message.tool_calls_json)]
+        template_message["tool_calls"] = json.loads(message.tool_calls_json)
     # Templates name it either way; GPT-OSS's takes no text beside the reasoning of a call.
     thinking = "" if message.tool_calls_json and message.content else message.reasoning
     fields = {
@@ -205,18 +205,6 @@ def template_message(message: pb.ChatMessage) -> dict[str, Any]:
         if value:
             template_message[name] = value
     return template_message
-
-
-def _template_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool call whose arguments, JSON text in the OpenAI API, are the object that templates expect."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _received(request: pb.GenerateRequest, number: int) -> tuple[tuple[int, ...], ...]:

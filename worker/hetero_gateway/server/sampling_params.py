@@ -6,6 +6,7 @@ messages needs its range here, and its default unless that is zero; both doors r
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1 import ranks_pb2
 from hetero_gateway.engine.request import Constraint, ConstraintKind
 from hetero_gateway.server.errors import Violation
+
+logger = logging.getLogger(__name__)
 
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARS: Final = 256
@@ -105,18 +108,21 @@ def token_id_violations(field: str, ids: Sequence[int], *, vocab_size: int) -> l
 def read_sampling_defaults(directory: Path) -> pb.SamplingParams:
     """Return the parameters that a model's generation_config.json names, none if there is no such file.
 
-    Raises ModelError if one of them is no number, or out of bounds.
+    One that is out of bounds is left out. Raises ModelError if one of them is no number.
     """
     path = directory / GENERATION_CONFIG_FILE
     params = pb.SamplingParams()
     for name, value in (read_json(path) if path.exists() else {}).items():
         if name in _MODEL_DEFAULTS and value is not None:
+            whole = int(value) if isinstance(value, float) and value.is_integer() else value
             try:
-                setattr(params, name, value)
+                setattr(params, name, 0 if (name, whole) == ("top_k", -1) else whole)  # -1: all tokens, as in vLLM
             except (TypeError, ValueError) as error:
                 raise ModelError(f"{path}: {name} must be a number, not {value!r:.40}") from error
-    for violation in sampling_violations(params, vocab_size=0):
-        raise ModelError(f"{path}: {violation.field.removeprefix('sampling.')} {violation.problem}")
+    for violation in tuple(sampling_violations(params, vocab_size=0)):
+        name = violation.field.removeprefix("sampling.")
+        logger.warning("%s: %s %s; it is left out", path, name, violation.problem)
+        params.ClearField(name)  # type: ignore[arg-type] # names of the message's own fields
     return params
 
 

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from hetero_api.errors import ModelError
 from hetero_api.model_directory import ADAPTER_CONFIG, ADAPTER_TENSORS, model_file
 from hetero_api.sharding import UnitRange
+from hetero_api.wrappers import text_name
 from hetero_worker.checkpoints.checkpoint import rows_in_order
 from hetero_worker.checkpoints.safetensors_store import DTYPES, SafetensorsFile, StoredTensor
 from hetero_worker.checkpoints.store import TensorSlice
@@ -96,6 +97,8 @@ class LoraAdapter:
         self.rank: Final = config.r
         self._scaling = config.scaling
         self._file: SafetensorsFile | None = None
+        self._stored_names: dict[str, str] = {}
+        """Names in the file, by those in a text model."""
         self.modules: frozenset[str] = frozenset()
         """Names of the modules that the adapter changes, once it is open."""
 
@@ -105,7 +108,11 @@ class LoraAdapter:
             self._file = SafetensorsFile(real)
         except (SafetensorError, OSError, ValueError) as error:
             raise ModelError(f"{self._path}: cannot be read as safetensors: {error}; save the adapter again") from error
-        self.modules = self._check_tensors(self._file.tensors)
+        tensors = self._file.tensors
+        self._stored_names = {_in_text_model(name): name for name in tensors}
+        if len(self._stored_names) < len(tensors):
+            raise ModelError(f"{self._path}: has factors of a module by two names; save the adapter again")
+        self.modules = self._check_tensors({name: tensors[stored] for name, stored in self._stored_names.items()})
         return self
 
     def __exit__(
@@ -146,7 +153,7 @@ class LoraAdapter:
     def _read(self, module: str, suffix: str, *ranges: UnitRange | None, columns: slice = slice(None)) -> torch.Tensor:
         """Return a copy of a range of each of the first dimensions, float32; None: all of it. `columns`: of these."""
         assert self._file is not None, "the adapter is open"
-        name = f"{_PREFIX}{module}{suffix}"
+        name = self._stored_names[f"{_PREFIX}{module}{suffix}"]
         found = self._file.slice_as(name, DTYPES[self._file.tensors[name].dtype], *ranges)
         return found[:, columns].to(torch.float32, copy=True)
 
@@ -213,6 +220,12 @@ class LoraAdapter:
                 f"{', '.join(kinds) or 'none'}{hint}"
             )
         return module
+
+
+def _in_text_model(name: str) -> str:
+    """Return a tensor's name where the adapter is of a model of several media, whose text part is served."""
+    module = name.removeprefix(_PREFIX)
+    return name if module == name else f"{_PREFIX}{text_name(module) or module}"
 
 
 def adapter_directory(directory: str, root: str) -> Path:

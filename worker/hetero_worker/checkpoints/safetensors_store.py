@@ -116,15 +116,13 @@ class SafetensorsStore(WeightStore):
         """See `WeightStore.dtype_of`. Raises ModelError for an unknown type, too."""
         dtype = self._stored(name).dtype
         if dtype not in DTYPES:
-            path = self._path_of(name)
-            raise ModelError(
-                f"{path}: tensor {name} is stored as {dtype}, and quantization_config in config.json does not say what "
-                f"that means; supported: {', '.join(DTYPES)}"
-            )
+            raise self._unknown(name)
         return DTYPES[dtype]
 
     def floats(self, part: TensorSlice) -> torch.Tensor:
-        """See `WeightStore.floats`."""
+        """See `WeightStore.floats`. Raises ModelError for whole numbers, too."""
+        if not self.dtype_of(part.name).is_floating_point:
+            raise self._unknown(part.name)
         if part.entry is None:
             self.check_shape(part.name, part.full_shape)
             return self.slice(part.name, part.rows, part.columns)
@@ -161,6 +159,13 @@ class SafetensorsStore(WeightStore):
                 f"{self._path_of(tensor)}: tensor {tensor} has shape {list(found)}, config.json says {list(expected)}; "
                 "the two are not of the same model"
             )
+
+    def _unknown(self, tensor: str) -> ModelError:
+        floats = ", ".join(name for name, dtype in DTYPES.items() if dtype.is_floating_point)
+        return ModelError(
+            f"{self._path_of(tensor)}: tensor {tensor} is stored as {self.kind_of(tensor)}, and quantization_config in "
+            f"config.json does not say what that means; supported: {floats}"
+        )
 
     def _stored(self, tensor: str) -> StoredTensor:
         self._path_of(tensor)

@@ -16,6 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from hetero_api.errors import ModelError
 from hetero_api.gguf_file import GgufHeader, Scalar
 from hetero_gateway.engine.text.byte_level import SPLITTINGS, byte_level_tokenizer
+from hetero_gateway.engine.text.chat_template import with_tool_use
 
 _FIELD: Final = "tokenizer.ggml."
 _TOKENS: Final = f"{_FIELD}tokens"
@@ -56,9 +57,10 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
         raise
     except Exception as error:  # the library raises nothing narrower
         raise ModelError(f"{path}: {_FIELD}*: is no tokenizer that `tokenizers` takes: {error}") from error
-    template = header.metadata.get(_CHAT_TEMPLATE)
-    if template is not None and not isinstance(template, str):
+    template, tool_use = (header.metadata.get(name) for name in (_CHAT_TEMPLATE, f"{_CHAT_TEMPLATE}.tool_use"))
+    if not isinstance(template, str | None) or not isinstance(tool_use, str | None):
         raise ModelError(f"{path}: {_CHAT_TEMPLATE} must be text")
+    template = None if template is None else with_tool_use(template, tool_use)
     return GgufTokenizer(tokenizer, template, vocabulary.special_tokens)
 
 

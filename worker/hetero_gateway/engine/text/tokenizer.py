@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 from tokenizers.models import BPE
 
 from hetero_api.errors import ModelError
@@ -24,7 +24,7 @@ from hetero_gateway.engine.config import check_prompt_bytes, check_prompt_length
 from hetero_gateway.engine.errors import InvalidRequest
 from hetero_gateway.engine.text.byte_level import byte_level_alphabet
 from hetero_gateway.engine.text.channels import ChannelText, HarmonyTokens, MarkedText
-from hetero_gateway.engine.text.chat_template import ChatTemplate
+from hetero_gateway.engine.text.chat_template import ChatTemplate, with_tool_use
 from hetero_gateway.engine.text.detokenizer import ByteLevelText, IncrementalDetokenizer, WindowText
 from hetero_gateway.engine.text.gguf_tokenizer import read_gguf_tokenizer
 from hetero_gateway.engine.text.tiktoken_tokenizer import TIKTOKEN_FILE, read_tiktoken_tokenizer
@@ -34,6 +34,7 @@ TOKENIZER_FILE: Final = "tokenizer.json"
 TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE: Final = "special_tokens_map.json"
 CHAT_TEMPLATE_FILE: Final = "chat_template.jinja"
+TOOL_USE_FILE: Final = "additional_chat_templates/tool_use.jinja"
 PROCESSOR_TEMPLATE_FILE: Final = "chat_template.json"
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
@@ -46,6 +47,7 @@ _LONG_CHARS: Final = 4 * WINDOW_CHARS
 _NORMALIZER_SHRINKS: Final = 4
 """A normalizer may write a character of four bytes as one of one byte."""
 _SPECIAL_TOKEN_NAMES: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class TextTokenizer:
@@ -70,15 +72,17 @@ class TextTokenizer:
         if not has_json and not has_tiktoken and (files := gguf_files(directory)):
             return cls._from_gguf(files[0])
         config = _read_optional_object(directory / TOKENIZER_CONFIG_FILE)
+        special_tokens = _special_tokens(config, _read_optional_object(directory / SPECIAL_TOKENS_FILE))
         is_tiktoken = has_tiktoken and not has_json
         if is_tiktoken:
             tokenizer = read_tiktoken_tokenizer(directory / TIKTOKEN_FILE, config)
         else:
             tokenizer = _build(directory / TOKENIZER_FILE)
+            _add_listed(tokenizer, config, special_tokens.values(), source=directory / TOKENIZER_CONFIG_FILE)
         return cls(
             tokenizer,
             byte_level=_is_byte_level(_decoder_of(tokenizer)),
-            chat_template=_read_chat_template(directory, config, sorts_tools=is_tiktoken),
+            chat_template=_read_chat_template(directory, config, special_tokens, sorts_tools=is_tiktoken),
         )
 
     @classmethod
@@ -144,9 +148,10 @@ class TextTokenizer:
     ) -> list[int]:
         """Return the token ids of a conversation with the assistant's turn opened after it.
 
-        Messages have `role` and `content`, and optional fields that the template knows (`tool_calls`, `tool_call_id`,
-        `name`); the template shows `tools` to the model, and `options` are variables that it knows. Raises
-        InvalidRequest if the model has no chat template, if its template refuses the messages, or as `encode` does.
+        Messages have `role` and `content`, and optional fields that the template knows (`tool_calls` as in the OpenAI
+        API, `tool_call_id`, `name`); the template shows `tools` to the model, and `options` are variables that it
+        knows. Raises InvalidRequest if the model has no chat template, if its template refuses the messages, or as
+        `encode` does.
         """
         if self._chat_template is None:
             raise InvalidRequest(
@@ -312,6 +317,37 @@ def _build(path: Path) -> Tokenizer:
     return tokenizer
 
 
+def _add_listed(tokenizer: Tokenizer, config: Mapping[str, Any], named: Collection[str], *, source: Path) -> None:
+    """Add tokens that tokenizer_config.json lists, and make `named` ones special, as transformers does.
+
+    Tokens that would get another id stay text, as do named ones without an id. Raises ModelError.
+    """
+    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens")
+    try:
+        listed = {int(key): _added_token(entry) for key, entry in (config.get("added_tokens_decoder") or {}).items()}
+        special = {*named, *(_added_token(entry).content for entry in (extra if isinstance(extra, list) else ()))}
+        ids = {text: tokenizer.token_to_id(text) for text in special}
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(f"{source}: added_tokens_decoder and additional_special_tokens must list tokens") from error
+    found = tokenizer.get_added_tokens_decoder()
+    named_alone = {token_id: _added_token(text) for text, token_id in ids.items() if token_id is not None}
+    added: list[AddedToken] = []
+    next_id = tokenizer.get_vocab_size()
+    for token_id, token in sorted({**named_alone, **tokenizer.get_added_tokens_decoder(), **listed}.items()):
+        token.special = token.special or token.content in special
+        known = tokenizer.token_to_id(token.content)
+        if token_id == (next_id if known is None else known) and token != found.get(token_id):
+            added.append(token)
+            next_id += known is None
+    tokenizer.add_tokens(added)
+
+
+def _added_token(entry: Any) -> AddedToken:
+    if isinstance(entry, str):
+        return AddedToken(entry, special=True)
+    return AddedToken(entry["content"], **{flag: bool(entry[flag]) for flag in _TOKEN_FLAGS if flag in entry})
+
+
 def _decoder_of(tokenizer: Tokenizer) -> Any:
     """Return the `decoder` of the tokenizer's tokenizer.json."""
     decoder = tokenizer.decoder
@@ -328,30 +364,33 @@ def _is_byte_level(decoder: Any) -> bool:
     return bool(decoder.get("type") == "ByteLevel")
 
 
-def _read_chat_template(directory: Path, config: Mapping[str, Any], *, sorts_tools: bool) -> ChatTemplate | None:
-    special_tokens = _special_tokens(config, _read_optional_object(directory / SPECIAL_TOKENS_FILE))
-    path = directory / CHAT_TEMPLATE_FILE
+def _read_chat_template(
+    directory: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str], *, sorts_tools: bool
+) -> ChatTemplate | None:
+    path, beside = directory / CHAT_TEMPLATE_FILE, directory / TOOL_USE_FILE
     if path.exists():
         text: Any = _read_text(path, missing="no such file")
+        tool_use: Any = _read_text(beside, missing="no such file") if beside.exists() else None
     else:
         path = directory / TOKENIZER_CONFIG_FILE
-        text = _default_template(config.get("chat_template"))
+        text, tool_use = _named_templates(config.get("chat_template"))
     if text is None:  # of a model of text and other media, which may have it there alone
         path = directory / PROCESSOR_TEMPLATE_FILE
         text = _read_optional_object(path).get("chat_template")
     if text is None:
         return None
-    if not isinstance(text, str):
+    if not isinstance(text, str) or not isinstance(tool_use, str | None):
         raise ModelError(f"{path}: chat_template must be text or a list of named templates")
+    text = with_tool_use(text, tool_use)
     return ChatTemplate(text, special_tokens=special_tokens, source=str(path), sorts_tools=sorts_tools)
 
 
-def _default_template(value: Any) -> Any:
-    """Return the template for conversations, "default" where a model has a list of named ones."""
+def _named_templates(value: Any) -> tuple[Any, Any]:
+    """Return the template for conversations, and the one for those with tools where a model has a list of both."""
     if not isinstance(value, list):
-        return value
+        return value, None
     named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-    return named.get("default")
+    return named.get("default"), named.get("tool_use")
 
 
 def _special_tokens(config: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, str]:
