@@ -58,16 +58,23 @@ def up(
     remeasure: options.RemeasureOption = False,
     router_port: options.RouterPortOption = None,
     dp_local_rank: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=0,
             metavar="N",
             help="Start the manifest's group beside N others on this machine, on devices and cores after theirs, under "
             "the name NAME.N.",
         ),
-    ] = 0,
+    ] = None,
     replicas: Annotated[
-        int, typer.Option(min=1, max=64, metavar="N", help="Groups to start, with --router, each as --dp-local-rank.")
+        int,
+        typer.Option(
+            min=1,
+            max=64,
+            metavar="N",
+            help="Groups to start, with --router, each as --dp-local-rank. With --dp-local-rank: groups that share the "
+            "machine's memory.",
+        ),
     ] = 1,
     router: Annotated[
         bool,
@@ -114,25 +121,28 @@ def up(
         return
     config = prepare(
         file, port=port, http_port=http_port, model=model, home=home, with_forkserver=forkserver,
-        remeasure=remeasure, dp_local_rank=dp_local_rank, router_port=router_port,
+        remeasure=remeasure, dp_local_rank=dp_local_rank or 0, num_groups=replicas, router_port=router_port,
         door=door,
     )  # fmt: skip
     serve_until_stopped(config, home=home)
 
 
 def _check_router(
-    router: bool, *, replicas: int, keys: Path | None, door: DoorFiles, router_port: int | None, rank: int
+    router: bool, *, replicas: int, keys: Path | None, door: DoorFiles, router_port: int | None, rank: int | None
 ) -> None:
     """Raise LocalSpecError for options that do not go together."""
     from hetero_client.errors import LocalSpecError
 
     problems = []
     if not router:
-        problems += ["--replicas: several groups need --router"] if replicas > 1 else []
+        if replicas > 1 and rank is None:
+            problems.append("--replicas: several groups need --router, or --dp-local-rank N for one of them")
+        if rank is not None and 1 < replicas <= rank:
+            problems.append(f"--dp-local-rank: is one of 0 to {replicas - 1} with --replicas {replicas}")
         problems += ["--router-keys: is of no use without --router"] if keys is not None else []
     else:
         problems += ["--router-port: with --router each group has its own; leave it out"] if router_port else []
-        problems += ["--dp-local-rank: with --router give --replicas instead"] if rank else []
+        problems += ["--dp-local-rank: with --router give --replicas instead"] if rank is not None else []
         if door.keys is not None and keys is None:
             problems.append("--router-keys: is required with --keys, or the router lets in who has no key")
         if door.client_ca is not None:
@@ -309,6 +319,7 @@ def prepare(
     with_forkserver: bool,
     remeasure: bool = False,
     dp_local_rank: int = 0,
+    num_groups: int = 1,
     router_port: int | None = None,
     door: DoorFiles | None = None,
 ) -> LocalGroupConfig:
@@ -318,14 +329,15 @@ def prepare(
     from hetero_client.launcher.commands import DoorFiles
     from hetero_client.launcher.local_group import LocalGroupConfig
     from hetero_client.launcher.local_plan import plan_here
-    from hetero_client.launcher.run_directory import MeasurementStore
+    from hetero_client.launcher.run_directory import MeasurementStore, running_groups
     from hetero_client.model_store.resolve import resolve_adapters, resolve_draft, resolve_model, resolve_named_model
     from hetero_client.model_store.store import ModelStore
 
     resource = load_manifest(file)
     door = door or DoorFiles()
     door.check(resource.spec.gateway)
-    plan = plan_here(resource, dp_local_rank=dp_local_rank)
+    running = [group.share for group in running_groups(home)]
+    plan = plan_here(resource, dp_local_rank=dp_local_rank, num_groups=num_groups, running=running)
     for warning in plan.warnings:
         print_warning(warning)
     models = ModelStore(home)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from hetero_api.contract import ENV_ADMIN_TOKEN_FILE, ENV_GROUP_TOKEN_FILE, EXIT_PERMANENT
+from hetero_api.cpu_list import format_cpu_list
 from hetero_api.group_state import GroupState
 from hetero_api.host.gpus import IN_PCI_ORDER
 from hetero_api.host.stop_signals import StopSignals
@@ -197,6 +198,7 @@ class LocalGroup:
         self._wait_for_forkserver()
         for rank in self._config.plan.ranks:
             self._services.add(new_service(self._commands.rank(rank, addresses["ranks"])))
+        share = self._config.plan.share(self._config.name)
         self._record = GroupRecord(
             name=self._config.name,
             pid=os.getpid(),
@@ -206,6 +208,8 @@ class LocalGroup:
             **{service: addresses[service] for service in ("inference", "admin", "http", "router")},
             started_at=time.time(),
             processes=self._pids(),
+            cores=format_cpu_list(share.cores),
+            memory_bytes=share.memory_bytes,
         )
         self._run.write_record(self._record)
 

@@ -31,11 +31,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
+from hetero_api.cpu_list import parse_cpu_list
 from hetero_api.host.file_lock import FileLock, is_held
 from hetero_api.spec import HeteroInference
 from hetero_client.errors import NoGroupError
 from hetero_client.home import HeteroHome, read_json_object, write_atomically
-from hetero_client.launcher.local_plan import LocalPlan
+from hetero_client.launcher.local_plan import GroupShare, LocalPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,15 @@ class GroupRecord:
     processes: dict[str, int]
     router: str = ""
     """Empty without a router's door."""
+    cores: str = ""
+    """List of the CPUs that its ranks are bound to."""
+    memory_bytes: int = 0
+    """Host memory of its ranks."""
+
+    @property
+    def share(self) -> GroupShare:
+        """Its part of the machine."""
+        return GroupShare(self.name, parse_cpu_list(self.cores), self.memory_bytes)
 
 
 class RunDirectory:
