@@ -240,9 +240,11 @@ def test_a_killed_process_is_restarted_and_the_others_are_left_alone(launcher: L
     assert "ready again, epoch" in err
 
 
-def test_a_gateway_is_restarted_on_the_ports_that_it_had(launcher: Launcher) -> None:
+def test_a_gateway_is_restarted_on_the_ports_and_with_the_manifest_that_it_had(launcher: Launcher) -> None:
     process = launcher.start()
     before = launcher.until_ready()
+    assert (before.cores, before.memory_bytes) == ("0-1", 2 << 30)
+    launcher.manifest.write_text("{}", encoding="utf-8")  # as a person edits it meanwhile
     os.kill(before.processes["gateway"], signal.SIGKILL)
     after = launcher.until_replaced("gateway", before)
     assert (after.inference, after.admin) == (before.inference, before.admin)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT, EXIT_USAGE, VERSION
+from hetero_client.cli.console import print_note, print_warning
 from hetero_client.cli.main import app
 from tests.support.fake_gateway import FakeGateway
 
@@ -155,6 +158,16 @@ def test_up_with_a_directory_that_is_no_model_exits_permanent(tmp_path: Path) ->
     result = hetero("up", str(EXAMPLES / "smollm2-cpu-3ranks.yaml"), "--model", str(tmp_path))
     assert result.exit_code == EXIT_PERMANENT
     assert "config.json: no such file" in result.stderr
+
+
+def test_what_goes_on_is_reported_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FullDisk(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    print_note("cpu-0 was killed by SIGKILL; it is restarted")
+    print_warning("cores are shared")
 
 
 def test_no_group_is_told_without_a_stack_trace() -> None:

@@ -127,7 +127,6 @@ class LocalGroup:
         self._report = report
         self._commands = GroupCommands(
             config.programs,
-            config.manifest,
             config.model_dir,
             run,
             packed_weights=config.packed_weights,
@@ -165,7 +164,7 @@ class LocalGroup:
     def __enter__(self) -> Self:
         if not self._run.lock.try_acquire():
             raise AlreadyRunningError(self._config.name, pid=self._run.lock.holder_pid())
-        self._run.prepare(with_admin_token=self._config.door.keys is not None)
+        self._run.prepare(self._config.resource, with_admin_token=self._config.door.keys is not None)
         if self._config.measurements is not None:
             self._config.measurements.copy_to(self._run)
         self._started_s = time.monotonic()
@@ -193,7 +192,7 @@ class LocalGroup:
         from hetero_client.admin import AdminClient
 
         addresses = self._wait_for_gateway()
-        gateway.command = self._commands.gateway(GatewayPorts.from_addresses(addresses))
+        gateway.command = self._commands.gateway(GatewayPorts.from_addresses(addresses), is_first=False)
         self._admin = AdminClient(addresses["admin"], token=self._run.read_admin_token())
         self._wait_for_forkserver()
         for rank in self._config.plan.ranks:
@@ -285,9 +284,6 @@ class LocalGroup:
     def _heal(self, healing: Healing, ended: Sequence[Child]) -> None:
         if any(child.failed_permanently for child in ended):
             self._wait_for_reason(ended)
-        if any(child is self._gateway for child in ended):
-            # Otherwise the file of a killed gateway would be read as the next one's.
-            self._run.gateway_state_path.unlink(missing_ok=True)
         if healing.handle(ended):
             self._update_record(phase="recovering", processes=self._pids())
             self._answered_s = time.monotonic() + GATEWAY_START_S

@@ -20,7 +20,7 @@ from hetero_api.contract import API_VERSION, GROUP, KIND
 from hetero_api.host.gpus import Gpu, visible_gpus
 from hetero_api.host.topology import CpuTopology, LogicalCore
 from hetero_api.spec_pools import GpuSpec
-from hetero_client.home import HeteroHome
+from hetero_client.home import HeteroHome, write_atomically
 from hetero_client.model_store.resolve import obtain_model
 from hetero_client.model_store.store import ModelStore, Report, check_model_directory
 
@@ -67,7 +67,7 @@ class MadeManifest:
         """Write it to the home folder; return its path."""
         home.made.mkdir(parents=True, exist_ok=True)
         path = home.made / f"{self.name}.yaml"
-        path.write_text(self.text, encoding="utf-8")
+        write_atomically(path, self.text)
         return path
 
 
