@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from hetero_api.host.cgroup import CgroupLimits
 from hetero_api.host.gpus import Gpu
 from hetero_api.host.topology import LogicalCore
 from hetero_api.manifest import parse_resource
 from hetero_api.spec import HeteroInference
 from hetero_client.errors import LocalSpecError
-from hetero_client.launcher.local_plan import GroupShare, LocalPlan, plan_locally
+from hetero_client.launcher import local_plan
+from hetero_client.launcher.local_plan import GroupShare, LocalPlan, plan_here, plan_locally
 
 pytestmark = pytest.mark.unit
 
@@ -199,6 +201,17 @@ def test_cpu_ranks_divide_the_memory_that_gpu_ranks_do_not_ask_for() -> None:
     assert [rank.memory_bytes for rank in made.ranks] == [3 * GIB, 0, 4 * GIB]
     (told,) = problems(resource(gpu_pool(memoryPerRank="9Gi")), gpus=gpus(0))
     assert told.startswith("spec.pools[0].gpu.memoryPerRank: 1 x 9Gi; all ranks together ask for 9.0 GiB")
+
+
+@pytest.mark.parametrize(("quota", "warned"), [(None, False), (0.5, False), (1.5, True)])
+def test_more_threads_than_a_quota_has_time_for_are_warned_of(
+    quota: float | None, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_plan, "cgroup_limits", lambda: CgroupLimits(quota, None))
+    asked = resource(pool(3 if warned else 1, coresPerRank=1, memoryPerRank="1Mi", numa={"policy": "None"}))
+    assert [text[:61] for text in plan_here(asked).warnings] == (
+        ["ranks compute with 3 threads and have 1.5 CPUs of time, by th"] if warned else []
+    )
 
 
 # --- other groups on the machine --------------------------------------------------------------------------

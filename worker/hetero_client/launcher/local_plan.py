@@ -14,6 +14,7 @@ a warning.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from itertools import islice
 from typing import Final
 
 from hetero_api.cpu_list import format_cpu_list
+from hetero_api.host.cgroup import cgroup_limits
 from hetero_api.host.cores import CoreDemand, CoreGrant, CorePlan, plan_cores
 from hetero_api.host.gpus import Gpu, visible_gpus
 from hetero_api.host.memory import total_memory_bytes
@@ -105,7 +107,7 @@ def plan_here(
 ) -> LocalPlan:
     """Plan a manifest's processes on this machine. Raises LocalSpecError with every problem."""
     topology = CpuTopology.of_this_process()
-    return plan_locally(
+    plan = plan_locally(
         resource,
         cores=topology.cores,
         nodes=topology.numa,
@@ -115,6 +117,14 @@ def plan_here(
         num_groups=num_groups,
         running=running,
     )
+    threads, quota = sum(rank.num_threads for rank in plan.ranks), cgroup_limits().cpus
+    if quota is None or threads <= math.ceil(quota):
+        return plan
+    warning = (
+        f"ranks compute with {threads} threads and have {quota:g} CPUs of time, by the quota of a cgroup: the kernel "
+        "stops them within a step; give whole CPUs by a cpuset (--cpuset-cpus), or lower coresPerRank or ranks"
+    )
+    return replace(plan, warnings=(*plan.warnings, warning))
 
 
 def plan_locally(
