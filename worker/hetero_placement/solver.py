@@ -85,7 +85,7 @@ def predict(
     config: ModelConfig, hardware: Hardware, plan: ShardPlan, *, dtype: str, workload: WorkloadSpec, bounds: Bounds
 ) -> tuple[Prediction, Streaming | None, str]:
     """Predict the workload under a plan that is in use; return what it streams, too, or why nothing."""
-    model = CostModel(config, hardware.levelled(), dtype=dtype, expert_deferral=bounds.expert_deferral)
+    model = CostModel.within(bounds, config, hardware.levelled(), dtype=dtype)
     memory = MemoryModel(config, hardware.levelled(), bounds, dtype=dtype)
     streaming, no_streaming = streaming_of(model, memory, plan, bounds)
     return predicted(model, plan, workload, bounds, streaming), streaming, no_streaming
@@ -132,7 +132,7 @@ class _Solver:
         self._bounds = bounds
         self._exhaustive = exhaustive
         self._dtype = dtype
-        self._model = CostModel(config, hardware, dtype=dtype, expert_deferral=bounds.expert_deferral)
+        self._model = CostModel.within(bounds, config, hardware, dtype=dtype)
         self._memory = MemoryModel(config, hardware, bounds, dtype=dtype)
         self._steps = WorkloadSteps.of(self._workload, bounds).all
         self._every_rank = self._mode == PlacementMode.TENSOR
