@@ -267,6 +267,22 @@ def test_a_gateway_that_waits_for_its_restart_is_not_said_to_serve(launcher: Lau
     assert launcher.end()[0] == EXIT_OK
 
 
+def test_a_rank_that_cannot_be_started_now_is_started_later(launcher: Launcher) -> None:
+    process = launcher.start(forkserver="no")
+    before = launcher.until_ready()
+    log = launcher.run.log_path("cpu-1")
+    log.unlink()
+    log.mkdir()  # as a log that cannot be opened
+    os.kill(before.processes["cpu-1"], signal.SIGKILL)
+    time.sleep(2)  # for some tries
+    log.rmdir()
+    launcher.until_replaced("cpu-1", before)
+    process.send_signal(signal.SIGINT)
+    code, _, err = launcher.end()
+    assert code == EXIT_OK
+    assert err.count(f"cpu-1 cannot be started: [Errno 21] Is a directory: '{log}'; it is tried again") in (2, 3)
+
+
 def test_a_frozen_rank_is_killed_and_restarted(launcher: Launcher) -> None:
     process = launcher.start()
     before = launcher.until_ready()

@@ -190,6 +190,41 @@ def test_generate_reads_standard_input(tmp_path: Path) -> None:
         assert hetero("generate", "-", "--address", address, stdin="echo piped").stdout == "piped \n"
 
 
+@pytest.mark.parametrize("arguments", [("-",), ("hello", "--json-schema", "-")])
+def test_standard_input_that_is_no_text_is_wrong_usage(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    with served(tmp_path) as address:
+        result = CliRunner().invoke(app, ["generate", *arguments, "--address", address], input=b"caf\xe9")
+    assert result.exit_code == EXIT_USAGE
+    assert "standard input cannot be read: 'utf-8' codec" in result.stderr
+
+
+def test_an_answer_goes_to_a_terminal_that_lacks_some_of_its_characters(tmp_path: Path) -> None:
+    with served(tmp_path) as address:
+        result = CliRunner(charset="latin-1").invoke(
+            app, ["generate", "echo r\u00e9sum\u00e9 \u4f60", "--address", address]
+        )
+    assert (result.exit_code, result.stdout) == (EXIT_OK, "r\u00e9sum\u00e9 ? \n")
+
+
+def test_errors_of_files_and_folders_are_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HETERO_HOME", str(tmp_path / "file" / "home"))
+    result = hetero("model", "fetch", "smollm2-135m-instruct")
+    locks = tmp_path / "file" / "home" / "models" / ".locks"
+    assert (result.exit_code, result.stderr) == (EXIT_FAILURE, f"hetero: {locks}: Not a directory\n")
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("HETERO_HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    result = hetero("ps")
+    assert (result.exit_code, result.stderr) == (
+        EXIT_FAILURE, "hetero: HETERO_HOME: set it to a folder; this user has no home folder\n",
+    )  # fmt: skip
+
+
 def test_generate_as_json_is_an_object_a_line(tmp_path: Path) -> None:
     with served(tmp_path) as address:
         result = hetero("generate", "echo one", "--json", "--request-id", "q", "--address", address)

@@ -17,7 +17,6 @@ import typer
 from hetero_api.contract import EXIT_USAGE
 from hetero_client.cli import options
 from hetero_client.cli.console import errors, output, print_data, print_error, print_json, print_note, print_warning
-from hetero_client.errors import ClientError
 from hetero_client.messages import Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -446,7 +445,7 @@ class _Answer(threading.Thread):
     def __init__(self, stream: GenerateStream, *, quiet: bool) -> None:
         super().__init__(name="answer", daemon=True)
         self.figures: AnswerFigures | None = None
-        self.error: ClientError | OSError | None = None
+        self.error: Exception | None = None
         self._stream = stream
         self._quiet = quiet
         self._sent_at_s = time.monotonic()
@@ -457,7 +456,7 @@ class _Answer(threading.Thread):
 
         try:
             self.figures = show_answer(self._stream, sent_at_s=self._sent_at_s, quiet=self._quiet)
-        except (ClientError, OSError) as error:  # OSError: standard output was closed
+        except Exception as error:  # noqa: BLE001 - raised in the main thread
             self.error = error
 
 

@@ -15,6 +15,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
@@ -306,7 +307,8 @@ class LocalGroup:
             self._report(f"ready again, epoch {topology.epoch}")
             self._update_record(phase="ready")
         if self._forkserver is not None:
-            self._forkserver.ensure_started()
+            with suppress(OSError):  # ranks are started without it
+                self._forkserver.ensure_started()
         return RUNNING_LOOK_S
 
     def _kill_silent_gateway(self) -> None:
