@@ -260,7 +260,8 @@ class _Solver:
         if not computing:
             return
         best = self._best(roles for ranks in computing for roles in self._roles.cpu_ranks_within(ranks))
-        yield self._option(self._name_of_some(best), PlacementMode.AUTO, best, self._cpus)
+        most = max(computing, key=lambda ranks: sum(self._hardware.ranks[rank].memory_bytes for rank in ranks))
+        yield self._option(self._name_of_some(best), PlacementMode.AUTO, best, most)
 
     def _name_of_some(self, found: _Found | None) -> str:
         """With how many CPU ranks take part."""
