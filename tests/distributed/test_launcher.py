@@ -519,6 +519,17 @@ def test_run_goes_on_when_a_rank_dies_during_the_answer_and_ends_when_the_budget
     assert "cpu-0 was killed by SIGKILL, and processes of the group were restarted 1 times" in err
 
 
+def test_run_ends_its_processes_though_nobody_reads_the_answer(launcher: Launcher) -> None:
+    process = launcher.start(prompt="echo " + "word " * 20_000)  # more than a pipe holds
+    launcher.until_ready()
+    assert process.stdout is not None
+    process.stdout.read(1)
+    time.sleep(1)  # until the pipe is full
+    process.send_signal(signal.SIGINT)
+    launcher.wait_for(lambda: launcher.left_over() == [])
+    assert launcher.end()[0] == 128 + signal.SIGINT
+
+
 def test_run_is_interrupted_by_a_signal(launcher: Launcher) -> None:
     process = launcher.start(prompt="hang")
     launcher.until_ready()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
+import platform
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT, EXIT_USAGE, VERSION
+from hetero_api.host.topology import CpuTopology
 from hetero_client.cli.console import print_note, print_warning
 from hetero_client.cli.main import app
 from tests.support.fake_gateway import FakeGateway
@@ -107,6 +110,17 @@ def test_validate_warns_of_what_only_local_makes_a_problem(tmp_path: Path, monke
     assert f"on this machine: {said}" in result.stderr
     assert said in local.stderr
     assert "on this machine" not in local.stderr
+
+
+def test_manifests_are_validated_on_other_systems_where_no_group_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.delattr(os, "sched_getaffinity")
+    path = str(EXAMPLES / "smollm2-cpu.yaml")
+    result, local = (hetero("validate", *more, path) for more in ((), ("--local",)))
+    assert (result.exit_code, local.exit_code) == (EXIT_OK, EXIT_USAGE)
+    assert "on this machine: groups run on Linux only, this is Darwin" in result.stderr
+    assert f"{path}: groups run on Linux only, this is Darwin" in local.stderr
+    assert CpuTopology.of_this_process().cores
 
 
 @pytest.mark.parametrize(

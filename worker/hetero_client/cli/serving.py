@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from hetero_client.launcher.commands import DoorFiles
     from hetero_client.launcher.local_group import LocalGroup, LocalGroupConfig, StartTimes
     from hetero_client.launcher.made_manifest import MadeManifest
+
+
+ANSWER_END_S: Final = 2.0
+"""Longest wait for an answer whose stream was closed: a reader of standard output that stopped reading blocks it."""
 
 
 class Quantization(StrEnum):
@@ -443,7 +447,7 @@ class _Answer(threading.Thread):
     """Thread that streams one answer while the launcher watches its processes."""
 
     def __init__(self, stream: GenerateStream, *, quiet: bool) -> None:
-        super().__init__(name="answer", daemon=True)
+        super().__init__(name="answer")
         self.figures: AnswerFigures | None = None
         self.error: Exception | None = None
         self._stream = stream
@@ -473,7 +477,7 @@ def _ask(group: LocalGroup, prompt: Prompt, *, sampling: SamplingParams, quiet: 
             stopped = answer.is_alive()
         finally:
             stream.close()
-            answer.join()
+            answer.join(ANSWER_END_S)
     if answer.error is not None and not stopped:
         group.check_alive()
         raise answer.error

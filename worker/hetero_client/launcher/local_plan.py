@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -106,6 +107,8 @@ def plan_here(
     resource: HeteroInference, *, dp_local_rank: int = 0, num_groups: int = 1, running: Sequence[GroupShare] = ()
 ) -> LocalPlan:
     """Plan a manifest's processes on this machine. Raises LocalSpecError with every problem."""
+    if platform.system() != "Linux":
+        raise LocalSpecError([f"groups run on Linux only, this is {platform.system()}"])
     topology = CpuTopology.of_this_process()
     plan = plan_locally(
         resource,
