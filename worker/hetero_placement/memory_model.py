@@ -197,17 +197,16 @@ class MemoryModel:
         return ""
 
     def shortage(self, needs: int, ranks: tuple[int, ...]) -> str:
-        """Say that `ranks` together have too little for `needs` bytes of weights and cache."""
+        """Say that `ranks` together have too little for `needs` bytes of weights and cache; empty if they have not."""
         has = sum(self.hardware.ranks[rank].memory_bytes for rank in ranks)
         fields = " and ".join(dict.fromkeys(self._field(rank) for rank in ranks))
         other = max(self.fixed_bytes(rank, holds_heads=False) for rank in ranks)
-        text = (
+        if needs + len(ranks) * other <= has:
+            return ""
+        return (
             f"weights and KV cache of one sequence ({self._cache_field}) need {_gb(needs)}; these {len(ranks)} ranks "
             f"have {_gb(has)} ({fields}), {_gb(other)} of each for its runtime and workspace at least"
         )
-        if needs + len(ranks) * other <= has:
-            text += "; that is enough in sum, but no deal of whole layers, heads, experts or columns fits every rank"
-        return text
 
     @property
     def _blocks_of_longest(self) -> int:

@@ -353,7 +353,12 @@ class _Solver:
             return problem
         weights = min(self._model.whole_bytes(rank) for rank in ranks)
         cache = self._memory.cache_bytes(self._config.num_kv_heads)
-        return self._memory.shortage(weights + cache, tuple(ranks))
+        if problem := self._memory.shortage(weights + cache, tuple(ranks)):
+            return problem
+        room = [rank.memory_bytes if number in ranks else 0 for number, rank in enumerate(self._hardware.ranks)]
+        problem = self._memory.problem(deal_within_layers(self._config, cores=room, shares=PlacementShares()))
+        nearest = f"; dealt by memory, {problem}" if problem else ""
+        return f"memory is enough in sum, but no deal fits every rank{nearest}"
 
     def _too_few_slices(self, ranks: Sequence[int], holders: Sequence[int]) -> str:
         """Return the message that an expert has too few units to give ranks without heads one each; empty if not.
