@@ -5,7 +5,7 @@
 lock           held by the launcher while it runs; tells whether the group runs
 manifest.yaml  manifest that the group was started with, whatever becomes of the user's file
 group.json     GroupRecord: pids and addresses, for `hetero ps` and for commands without --address
-gateway.json   written by the gateway once it listens
+gateway.json   written by the first gateway once it listens
 token          secret that ranks authenticate with, mode 0600
 admin-token    secret that callers of Admin show, mode 0600; only where callers need keys
 *.log          one for each process; kept until the next start
