@@ -17,6 +17,7 @@ from signal import SIGKILL, SIGSTOP
 from typing import Any, Final
 
 import grpc
+import psutil
 
 from hetero_api.contract import AUTHORIZATION_KEY
 from hetero_api.v1 import ranks_pb2, ranks_pb2_grpc
@@ -193,6 +194,9 @@ def _end_client(scene: Scene, *, freeze: bool) -> None:
 
 def ranks_address(scene: Scene) -> str:
     """The port that ranks dial, which only the launcher and they are told."""
+    argv = psutil.Process(scene.group.record.processes["gateway"]).cmdline()
+    if (port := argv[argv.index("--ranks-port") + 1]) != "0":
+        return f"127.0.0.1:{port}"  # of a gateway that was restarted
     state = scene.group._run.read_gateway_state()
     assert state is not None
     return str(state["ranks"])

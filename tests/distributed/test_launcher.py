@@ -240,9 +240,11 @@ def test_a_killed_process_is_restarted_and_the_others_are_left_alone(launcher: L
     assert "ready again, epoch" in err
 
 
-def test_a_gateway_is_restarted_on_the_ports_that_it_had(launcher: Launcher) -> None:
+def test_a_gateway_is_restarted_on_the_ports_and_with_the_manifest_that_it_had(launcher: Launcher) -> None:
     process = launcher.start()
     before = launcher.until_ready()
+    assert (before.cores, before.memory_bytes) == ("0-1", 2 << 30)
+    launcher.manifest.write_text("{}", encoding="utf-8")  # as a person edits it meanwhile
     os.kill(before.processes["gateway"], signal.SIGKILL)
     after = launcher.until_replaced("gateway", before)
     assert (after.inference, after.admin) == (before.inference, before.admin)
@@ -263,6 +265,22 @@ def test_a_gateway_that_waits_for_its_restart_is_not_said_to_serve(launcher: Lau
         launcher.until_replaced("gateway", before)
     process.send_signal(signal.SIGINT)
     assert launcher.end()[0] == EXIT_OK
+
+
+def test_a_rank_that_cannot_be_started_now_is_started_later(launcher: Launcher) -> None:
+    process = launcher.start(forkserver="no")
+    before = launcher.until_ready()
+    log = launcher.run.log_path("cpu-1")
+    log.unlink()
+    log.mkdir()  # as a log that cannot be opened
+    os.kill(before.processes["cpu-1"], signal.SIGKILL)
+    time.sleep(2)  # for some tries
+    log.rmdir()
+    launcher.until_replaced("cpu-1", before)
+    process.send_signal(signal.SIGINT)
+    code, _, err = launcher.end()
+    assert code == EXIT_OK
+    assert err.count(f"cpu-1 cannot be started: [Errno 21] Is a directory: '{log}'; it is tried again") in (2, 3)
 
 
 def test_a_frozen_rank_is_killed_and_restarted(launcher: Launcher) -> None:
@@ -499,6 +517,17 @@ def test_run_goes_on_when_a_rank_dies_during_the_answer_and_ends_when_the_budget
     code, _, err = launcher.end()
     assert (code, launcher.left_over()) == (EXIT_FAILURE, [])
     assert "cpu-0 was killed by SIGKILL, and processes of the group were restarted 1 times" in err
+
+
+def test_run_ends_its_processes_though_nobody_reads_the_answer(launcher: Launcher) -> None:
+    process = launcher.start(prompt="echo " + f"{'w' * 999} " * 100)  # more than a pipe holds
+    launcher.until_ready()
+    assert process.stdout is not None
+    process.stdout.read(1)
+    time.sleep(1)  # until the pipe is full
+    process.send_signal(signal.SIGINT)
+    launcher.wait_for(lambda: launcher.left_over() == [])
+    assert launcher.end()[0] == 128 + signal.SIGINT
 
 
 def test_run_is_interrupted_by_a_signal(launcher: Launcher) -> None:

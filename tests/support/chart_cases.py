@@ -99,6 +99,7 @@ CASES: Sequence[ChartCase] = (
     ),
     ChartCase("images by their short names", {"images": {"registry": ""}}),
     ChartCase("own account", {"serviceAccount": {"name": "deployer", "annotations": {"a": "b"}}}),
+    ChartCase("names that look like numbers", {"serviceAccount": {"name": "12345"}, "priorityClassName": "1000"}),
     ChartCase(
         "account and roles of someone else",
         {"serviceAccount": {"create": False, "name": "existing"}, "rbac": {"create": False}},

@@ -115,10 +115,11 @@ class RankServer(socketserver.ThreadingTCPServer):
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    options = ("manifest", "model", "host", "inference-port", "admin-port", "ranks-port", "state-file")
+    options = ("manifest", "model", "host", "inference-port", "admin-port", "ranks-port")
     for name in (*options, "drain-timeout-s"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--http-port", default="0")
+    parser.add_argument("--state-file")
     args = parser.parse_args()
     behaviour = os.environ.get("STAND_IN_GATEWAY", "")
     if behaviour.startswith("exit:"):
@@ -146,9 +147,10 @@ def main() -> int:
         "http": f"{args.host}:{args.http_port}",
         "ranks": f"{args.host}:{ranks.server_address[1]}",
     }
-    partial = Path(f"{args.state_file}.part")
-    partial.write_text(json.dumps(state), encoding="utf-8")
-    partial.replace(args.state_file)
+    if args.state_file is not None:
+        partial = Path(f"{args.state_file}.part")
+        partial.write_text(json.dumps(state), encoding="utf-8")
+        partial.replace(args.state_file)
     stop.wait()
     gateway.stop()
     return 0

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_api.contract import ENV_HOME
+from hetero_client.errors import ClientError
 
 
 class HeteroHome:
@@ -42,12 +43,15 @@ class HeteroHome:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> HeteroHome:
-        """Return the home that the environment names."""
+        """Return the home that the environment names. Raises ClientError where the user has none."""
         env = os.environ if environment is None else environment
         if env.get(ENV_HOME):
             return cls(Path(env[ENV_HOME]).expanduser().absolute())
         cache = env.get("XDG_CACHE_HOME")
-        base = Path(cache) if cache and Path(cache).is_absolute() else Path.home() / ".cache"
+        try:
+            base = Path(cache) if cache and Path(cache).is_absolute() else Path.home() / ".cache"
+        except RuntimeError as error:
+            raise ClientError(f"{ENV_HOME}: set it to a folder; this user has no home folder") from error
         return cls(base / "hetero")
 
 

@@ -73,11 +73,9 @@ def generate_request(
     prompt: Prompt, *, final_only: bool = False, **options: Unpack[GenerateOptions]
 ) -> pb.GenerateRequest:
     """Return the request as a message. Raises InvalidRequestError for a value that no message can hold."""
-    request = pb.GenerateRequest(
-        request_id=options.get("request_id", ""),
-        cache_salt=options.get("cache_salt", ""),
-        output_mode=pb.OUTPUT_MODE_FINAL_ONLY if final_only else pb.OUTPUT_MODE_DELTA,
-    )
+    request = pb.GenerateRequest(output_mode=pb.OUTPUT_MODE_FINAL_ONLY if final_only else pb.OUTPUT_MODE_DELTA)
+    _set(request, "request_id", options.get("request_id", ""))
+    _set(request, "cache_salt", options.get("cache_salt", ""))
     _set(request, "priority", options.get("priority", 0))
     _fill_prompt(request, prompt, options.get("tools", ()))
     sampling = options.get("sampling")
@@ -89,7 +87,9 @@ def generate_request(
 def tokenize_request(prompt: str | Iterable[ChatMessage]) -> pb.TokenizeRequest:
     """Return the request as a message. Raises InvalidRequestError."""
     if isinstance(prompt, str):
-        return pb.TokenizeRequest(text=prompt)
+        request = pb.TokenizeRequest()
+        _set(request, "text", prompt)
+        return request
     return pb.TokenizeRequest(chat=chat_messages(prompt))
 
 
@@ -107,14 +107,10 @@ def chat_messages(messages: Iterable[Any]) -> pb.ChatMessages:
         path = f"chat.messages[{index}]"
         if not isinstance(message, ChatMessage):
             raise _invalid(path, f"must be a ChatMessage, not {type(message).__name__}")
-        chat.messages.add(
-            role=message.role,
-            content=message.content,
-            tool_calls_json=_json(f"{path}.tool_calls", message.tool_calls),
-            tool_call_id=message.tool_call_id,
-            name=message.name,
-            reasoning=message.reasoning,
-        )
+        added = chat.messages.add()
+        for name in ("role", "content", "tool_call_id", "name", "reasoning"):
+            _set(added, name, getattr(message, name) or "", path=f"{path}.{name}")
+        _set(added, "tool_calls_json", _json(f"{path}.tool_calls", message.tool_calls), path=f"{path}.tool_calls")
     return chat
 
 
@@ -231,10 +227,10 @@ def _fill_prompt(request: pb.GenerateRequest, prompt: Prompt, tools: Sequence[Ma
     if tools and not _is_chat(prompt):
         raise _invalid("tools", "need a chat prompt, whose template shows them to the model")
     if isinstance(prompt, str):
-        request.text = prompt
+        _set(request, "text", prompt)
     elif _is_chat(prompt):
         request.chat.CopyFrom(chat_messages(prompt))
-        request.chat.tools_json = _json("tools", tools)
+        _set(request.chat, "tools_json", _json("tools", tools), path="tools")
     else:
         request.token_ids.SetInParent()
         _fill("token_ids", request.token_ids.ids, prompt)
@@ -294,6 +290,8 @@ def _naming(field: str, value: Any) -> Iterator[None]:
     """Raise InvalidRequestError, which names the field, for a value that its message cannot hold."""
     try:
         yield
+    except UnicodeEncodeError as error:
+        raise _invalid(field, f"is no Unicode text: it has a lone surrogate at character {error.start}") from error
     except (TypeError, ValueError) as error:
         raise _invalid(field, f"{value!r} is out of range or of a wrong type") from error
 

@@ -72,10 +72,13 @@ class StreamedSteps(NamedTuple):
 class CostModel:
     """Times of steps of one model on one group. Speeds are taken as they are: see Hardware.levelled.
 
-    `expert_deferral`: number of a token's experts whose results from helpers come a layer late.
+    `cache_dtype`: type of cached keys and values; "": `dtype`. `expert_deferral`: number of a token's experts whose
+    results from helpers come a layer late.
     """
 
-    def __init__(self, config: ModelConfig, hardware: Hardware, *, dtype: str, expert_deferral: int = 0) -> None:
+    def __init__(
+        self, config: ModelConfig, hardware: Hardware, *, dtype: str, cache_dtype: str = "", expert_deferral: int = 0
+    ) -> None:
         self.config = config
         self._deferral = expert_deferral
         self.hardware = hardware
@@ -84,12 +87,19 @@ class CostModel:
         shared: dict[tuple[int, frozenset[int]], PartCosts] = {}
 
         def costs_of(speeds: Speeds, bits: frozenset[int]) -> PartCosts:
-            costs = PartCosts(config, speeds, dtype=dtype, weight_bits=bits)
+            costs = PartCosts(config, speeds, dtype=dtype, cache_dtype=cache_dtype, weight_bits=bits)
             return shared.setdefault((id(speeds), bits), costs)
 
         self.ranks = tuple(costs_of(rank.speeds, rank.weight_bits) for rank in hardware.ranks)
         """While others of the host compute too."""
         self._alone = tuple(costs_of(rank.speeds.alone, rank.weight_bits) for rank in hardware.ranks)
+
+    @classmethod
+    def within(cls, bounds: Bounds, config: ModelConfig, hardware: Hardware, *, dtype: str) -> CostModel:
+        """Return the model of an engine with these bounds."""
+        return cls(
+            config, hardware, dtype=dtype, cache_dtype=bounds.kv_cache_dtype, expert_deferral=bounds.expert_deferral
+        )
 
     def predict(
         self, plan: ShardPlan, workload: WorkloadSpec, bounds: Bounds, *, streamed: StreamedSteps | None = None

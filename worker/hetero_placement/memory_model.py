@@ -197,10 +197,12 @@ class MemoryModel:
         return ""
 
     def shortage(self, needs: int, ranks: tuple[int, ...]) -> str:
-        """Say that `ranks` together have too little for `needs` bytes of weights and cache."""
+        """Say that `ranks` together have too little for `needs` bytes of weights and cache; empty if they have not."""
         has = sum(self.hardware.ranks[rank].memory_bytes for rank in ranks)
         fields = " and ".join(dict.fromkeys(self._field(rank) for rank in ranks))
         other = max(self.fixed_bytes(rank, holds_heads=False) for rank in ranks)
+        if needs + len(ranks) * other <= has:
+            return ""
         return (
             f"weights and KV cache of one sequence ({self._cache_field}) need {_gb(needs)}; these {len(ranks)} ranks "
             f"have {_gb(has)} ({fields}), {_gb(other)} of each for its runtime and workspace at least"

@@ -3,7 +3,8 @@
 A part's cost comes from the rank's measurements, else from its bandwidth and FLOP rate. Costs are linear in units
 (heads, 64 columns, experts, 64 vocabulary rows): a part that a rank owns nothing of is free. Measured points are joined
 by lines over rows, and over context; below the first point its value holds, beyond the last the line goes on. Points of
-another arithmetic type are scaled by the ratio that the rates give for the two types.
+another arithmetic type, or with another type of cached keys and values, are scaled by the ratio that the rates give for
+the two.
 
 By rates, a unit takes the longer of reading it (weights once, keys and values a row) and computing it. Where no FLOP
 rate is known, computing takes no time.
@@ -64,13 +65,23 @@ _FREE: Final = PartTime(0.0, 0.0)
 
 
 class PartCosts:
-    """Costs of one rank. `dtype` is the arithmetic type in force, `weight_bits` the widths that it keeps weights in."""
+    """Costs of one rank. `dtype` is the arithmetic type in force, `weight_bits` the widths that it keeps weights in.
+
+    `cache_dtype`: type of cached keys and values; "": `dtype`.
+    """
 
     def __init__(
-        self, config: ModelConfig, speeds: Speeds, *, dtype: str, weight_bits: frozenset[int] = frozenset()
+        self,
+        config: ModelConfig,
+        speeds: Speeds,
+        *,
+        dtype: str,
+        cache_dtype: str = "",
+        weight_bits: frozenset[int] = frozenset(),
     ) -> None:
         self._speeds = speeds
         self._dtype = dtype
+        self._cache_dtype = cache_dtype or dtype
         self._measured = {part: [p for p in speeds.costs if p.part is part] for part in Part}
         self._rates = Rates(config, speeds, weight_bits)
         self.attention = cache(self._attention)
@@ -104,34 +115,40 @@ class PartCosts:
         points = self._measured[part]
         if not points:
             return by_rates(self._dtype, rows)
-        return self._scaled(_over_rows(points, rows), lambda dtype: by_rates(dtype, rows))
+        return self._scaled(_over_rows(points, rows), lambda dtype, _: by_rates(dtype, rows), cache_dtype=self._dtype)
 
     def _decode(self, rows: float, context: float) -> PartTime:
         points = self._measured[Part.ATTENTION_DECODE]
         if not points:
-            return self._rates.decode(self._dtype, rows, context)
+            return self._rates.decode(self._dtype, rows, context, self._cache_dtype)
         contexts = sorted({point.context for point in points})
         lines = [(c, _over_rows([p for p in points if p.context == c], rows)) for c in contexts]
-        return self._scaled(_on_line(lines, context), lambda dtype: self._rates.decode(dtype, rows, context))
+        return self._scaled(
+            _on_line(lines, context), lambda dtype, cached: self._rates.decode(dtype, rows, context, cached),
+            cache_dtype=self._cache_dtype,
+        )  # fmt: skip
 
     def _prefill(self, step: Step, window: int | None) -> PartTime:
         rows = sum(span.rows for span in step.spans)
         pairs = sum(span.rows * _seen(span.context + span.rows / 2, window) for span in step.spans)
         points = self._measured[Part.ATTENTION_PREFILL]
         if not points:
-            return self._rates.prefill(self._dtype, rows, pairs)
+            return self._rates.prefill(self._dtype, rows, pairs, self._cache_dtype)
         # Measured with one prompt of as many rows: pairs of row and token attended to are rows² / 2.
         measured, pair_s = _over_rows(points, rows), _pair_s(points)
         unit_s = max(measured.unit_s + pair_s * (pairs - rows * rows / 2), 0.1 * measured.unit_s)
         time = PartTime(measured.fixed_s, unit_s)
-        return self._scaled(time, lambda dtype: self._rates.prefill(dtype, rows, pairs))
+        return self._scaled(
+            time, lambda dtype, cached: self._rates.prefill(dtype, rows, pairs, cached), cache_dtype=self._cache_dtype
+        )
 
-    def _scaled(self, time: PartTime, by_rates: Callable[[str], PartTime]) -> PartTime:
-        """Return a measured time in the type in force."""
+    def _scaled(self, time: PartTime, by_rates: Callable[[str, str], PartTime], *, cache_dtype: str) -> PartTime:
+        """Return a measured time in the types in force. It was measured with a cache of the arithmetic type."""
         measured_in = self._speeds.costs_dtype
-        if not measured_in or measured_in == self._dtype:
+        if not measured_in or measured_in == self._dtype == cache_dtype:
             return time
-        return PartTime(time.fixed_s, time.unit_s * by_rates(self._dtype).unit_s / by_rates(measured_in).unit_s)
+        ratio = by_rates(self._dtype, cache_dtype).unit_s / by_rates(measured_in, measured_in).unit_s
+        return PartTime(time.fixed_s, time.unit_s * ratio)
 
 
 class Rates:
@@ -143,13 +160,13 @@ class Rates:
         self._speeds = speeds
         self._weight_bits = weight_bits
 
-    def decode(self, dtype: str, rows: float, context: float) -> PartTime:
+    def decode(self, dtype: str, rows: float, context: float, cache_dtype: str = "") -> PartTime:
         """Return the time of rows that decode, each over `context` tokens; unit: a KV head."""
-        return self._attention(dtype, rows, tokens=rows * context, pairs=rows * context)
+        return self._attention(dtype, rows, cache_dtype or dtype, tokens=rows * context, pairs=rows * context)
 
-    def prefill(self, dtype: str, rows: float, pairs: float) -> PartTime:
+    def prefill(self, dtype: str, rows: float, pairs: float, cache_dtype: str = "") -> PartTime:
         """Return the time of rows of prompts with `pairs` pairs of query and key; unit: a KV head."""
-        return self._attention(dtype, rows, tokens=pairs / rows, pairs=pairs)
+        return self._attention(dtype, rows, cache_dtype or dtype, tokens=pairs / rows, pairs=pairs)
 
     def mlp(self, dtype: str, rows: float) -> PartTime:
         """Return the time of a dense MLP; unit: 64 columns."""
@@ -176,12 +193,12 @@ class Rates:
         read = UNIT * self._kept(dtype).vocabulary.row_bytes(self._config.hidden_size)
         return PartTime(0.0, self._seconds(dtype, read, 2 * params * rows))
 
-    def _attention(self, dtype: str, rows: float, *, tokens: float, pairs: float) -> PartTime:
+    def _attention(self, dtype: str, rows: float, cache_dtype: str, *, tokens: float, pairs: float) -> PartTime:
         """`tokens` whose keys and values are read, `pairs` of a row and a token that it attends to."""
         config = self._config
         params = config.attention_params_per_kv_head
         heads = config.num_kv_heads
-        cached = config.cached_elements(heads) / heads * element_bytes(dtype)
+        cached = config.cached_elements(heads) / heads * element_bytes(cache_dtype)
         cached *= len(config.attention_layers) / config.num_layers
         read = self._kept(dtype).mean_head_bytes(config) + tokens * cached
         flops = 2 * params * rows + 4 * config.group_size * config.head_dim * pairs

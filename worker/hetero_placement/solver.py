@@ -85,7 +85,7 @@ def predict(
     config: ModelConfig, hardware: Hardware, plan: ShardPlan, *, dtype: str, workload: WorkloadSpec, bounds: Bounds
 ) -> tuple[Prediction, Streaming | None, str]:
     """Predict the workload under a plan that is in use; return what it streams, too, or why nothing."""
-    model = CostModel(config, hardware.levelled(), dtype=dtype, expert_deferral=bounds.expert_deferral)
+    model = CostModel.within(bounds, config, hardware.levelled(), dtype=dtype)
     memory = MemoryModel(config, hardware.levelled(), bounds, dtype=dtype)
     streaming, no_streaming = streaming_of(model, memory, plan, bounds)
     return predicted(model, plan, workload, bounds, streaming), streaming, no_streaming
@@ -132,7 +132,7 @@ class _Solver:
         self._bounds = bounds
         self._exhaustive = exhaustive
         self._dtype = dtype
-        self._model = CostModel(config, hardware, dtype=dtype, expert_deferral=bounds.expert_deferral)
+        self._model = CostModel.within(bounds, config, hardware, dtype=dtype)
         self._memory = MemoryModel(config, hardware, bounds, dtype=dtype)
         self._steps = WorkloadSteps.of(self._workload, bounds).all
         self._every_rank = self._mode == PlacementMode.TENSOR
@@ -260,7 +260,8 @@ class _Solver:
         if not computing:
             return
         best = self._best(roles for ranks in computing for roles in self._roles.cpu_ranks_within(ranks))
-        yield self._option(self._name_of_some(best), PlacementMode.AUTO, best, self._cpus)
+        most = max(computing, key=lambda ranks: sum(self._hardware.ranks[rank].memory_bytes for rank in ranks))
+        yield self._option(self._name_of_some(best), PlacementMode.AUTO, best, most)
 
     def _name_of_some(self, found: _Found | None) -> str:
         """With how many CPU ranks take part."""
@@ -352,7 +353,12 @@ class _Solver:
             return problem
         weights = min(self._model.whole_bytes(rank) for rank in ranks)
         cache = self._memory.cache_bytes(self._config.num_kv_heads)
-        return self._memory.shortage(weights + cache, tuple(ranks))
+        if problem := self._memory.shortage(weights + cache, tuple(ranks)):
+            return problem
+        room = [rank.memory_bytes if number in ranks else 0 for number, rank in enumerate(self._hardware.ranks)]
+        problem = self._memory.problem(deal_within_layers(self._config, cores=room, shares=PlacementShares()))
+        nearest = f"; dealt by memory, {problem}" if problem else ""
+        return f"memory is enough in sum, but no deal fits every rank{nearest}"
 
     def _too_few_slices(self, ranks: Sequence[int], holders: Sequence[int]) -> str:
         """Return the message that an expert has too few units to give ranks without heads one each; empty if not.

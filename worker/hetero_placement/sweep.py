@@ -102,7 +102,7 @@ def rates_by_load(
     config: ModelConfig, hardware: Hardware, options: Sequence[Option], *, dtype: str, bounds: Bounds
 ) -> LoadRates:
     """Predict the loads that the engine's bounds allow for."""
-    model = CostModel(config, hardware.levelled(), dtype=dtype)
+    model = CostModel.within(bounds, config, hardware.levelled(), dtype=dtype)
     loads = tuple(load for load in LOADS if load.fits(bounds))
     planned = [option for option in options if option.plan is not None]
 
@@ -141,12 +141,13 @@ def rates_with_proposals(
     0 computes while the others wait, takes k steps of its own; these are taken to be bound by memory.
     """
     hardware = hardware.levelled()
-    model, batch = CostModel(config, hardware, dtype=dtype), min(workload.concurrency, bounds.max_num_seqs)
+    model = CostModel.within(bounds, config, hardware, dtype=dtype)
+    batch = min(workload.concurrency, bounds.max_num_seqs)
     sources = {"n-grams": 0.0}
     if bounds.draft is not None:
         first = hardware.ranks[0]
         alone = replace(first, speeds=replace(first.speeds.alone, costs=()))
-        drafting = CostModel(bounds.draft, Hardware((alone,)), dtype=dtype)
+        drafting = CostModel.within(bounds, bounds.draft, Hardware((alone,)), dtype=dtype)
         whole = ShardPlan.whole(bounds.draft)
         name = "the prediction head" if bounds.draft.follows_states else "the draft model"
         sources[name] = drafting.decode_step_s(whole, batch=batch, context=workload.decode_context)
@@ -173,7 +174,7 @@ def sweep(
     side, name = (gpus, "GPU ranks") if gpus else ((0,), "rank 0")
     if len(side) == len(hardware.ranks):
         return Sweep(name, side, ())
-    model = CostModel(config, hardware, dtype=dtype)
+    model = CostModel.within(bounds, config, hardware, dtype=dtype)
     memory = MemoryModel(config, hardware, bounds, dtype=dtype)
 
     def curve(title: str, plan_of: Callable[[float], ShardPlan]) -> Curve:

@@ -12,19 +12,29 @@ CGROUP_EVENTS: Final = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgro
 
 
 def total_memory_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes of memory that all processes here may use together. `root` is where /proc and /sys are."""
-    physical, limit = physical_memory_bytes(root), cgroup_limits(root).memory_bytes
-    return physical if limit is None else min(physical, limit)
+    """Return the bytes of memory that all processes here may use together. `root` is where /proc and /sys are.
+
+    Pools of huge pages do not count: only programs that ask for these get them.
+    """
+    ordinary = physical_memory_bytes(root) - (_meminfo(root, "Hugetlb") or 0)
+    limit = cgroup_limits(root).memory_bytes
+    return ordinary if limit is None else min(ordinary, limit)
 
 
 def physical_memory_bytes(root: Path = Path("/")) -> int:
     """Return the bytes of the machine's memory. Raises OSError where the kernel does not tell."""
-    meminfo = root / "proc/meminfo"
-    for line in meminfo.read_text(encoding="ascii").splitlines():
+    if (total := _meminfo(root, "MemTotal")) is None:
+        raise OSError(f"{root}/proc/meminfo lacks MemTotal")
+    return total
+
+
+def _meminfo(root: Path, wanted: str) -> int | None:
+    """Return the bytes in a line of /proc/meminfo. Raises OSError where it cannot be read."""
+    for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
         name, _, value = line.partition(":")
-        if name == "MemTotal":
+        if name == wanted:
             return int(value.split()[0]) * 1024
-    raise OSError(f"{meminfo} lacks MemTotal")
+    return None
 
 
 def out_of_memory_kills(*, cgroup_events: tuple[Path, ...] = CGROUP_EVENTS) -> int:

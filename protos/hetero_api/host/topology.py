@@ -88,7 +88,7 @@ class CpuTopology:
         """Never raises for what is hidden. `known`: online CPUs where no file lists them; default: the caller's own."""
         online = _read_list(root / "cpu" / "online")
         if not online:
-            online = tuple(sorted(os.sched_getaffinity(0) if known is None else known))
+            online = tuple(sorted(_affinity() if known is None else known))
         numa = {node.number: node for node in _read_nodes(root / "node")}
         node_of = {cpu: node.number for node in numa.values() for cpu in node.cpus or ()}
         absent = UNKNOWN_NODE if numa else 0
@@ -103,7 +103,7 @@ class CpuTopology:
 
         `allowed` replaces the affinity. Nodes whose memory the cpuset withholds have none.
         """
-        allowed = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
+        allowed = frozenset(_affinity() if allowed is None else allowed)
         machine = cls.read(root, known=allowed)
         cpus = {number: cpu for number, cpu in machine.cpus.items() if number in allowed}
         mems = allowed_memory_nodes(proc_root)
@@ -139,6 +139,11 @@ class CpuTopology:
         for number in sorted(numbers):
             first.setdefault(self.cpus[number].physical, number)
         return tuple(sorted(first.values()))
+
+
+def _affinity() -> Iterable[int]:
+    """Return the CPUs that the calling thread may run on; all where the system tells of none, as macOS."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def pci_numa_node(address: str, *, root: Path = PCI_ROOT) -> int | None:

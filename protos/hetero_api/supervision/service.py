@@ -63,13 +63,21 @@ class Services:
         self._start(service)
         self.all.append(service)
 
-    def start_due(self) -> list[Service]:
-        """Start the services whose time has come, and return them. Raises OSError."""
+    def start_due(self, *, on_error: Callable[[Service, OSError], None] | None = None) -> list[Service]:
+        """Start the services whose time has come, and return them.
+
+        `on_error` plans the next start of one that cannot be started; without it, raises OSError.
+        """
         now_s = self._clock()
         due = [service for service in self.all if not service.is_running and service.due_s <= now_s]
         for service in due:
-            self._start(service)
-        return due
+            try:
+                self._start(service)
+            except OSError as error:
+                if on_error is None:
+                    raise
+                on_error(service, error)
+        return [service for service in due if service.is_running]
 
     def find(self, child: Child) -> Service | None:
         """Return the service that the child belongs to; None for another child, such as the forkserver."""

@@ -70,6 +70,7 @@ def test_a_container_that_is_told_the_hosts_path_has_its_own_limit(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("limit", "usable"), [("max\n", 4096), ("1024\n", 1024), ("1000000000\n", 4096)])
-def test_usable_memory_is_the_machines_or_the_limit(limit: str, usable: int, tmp_path: Path) -> None:
-    root = write(tmp_path, {"proc/meminfo": "MemTotal: 4 kB\n", "sys/fs/cgroup/memory.max": limit})
+def test_usable_memory_is_the_machines_without_huge_pages_or_the_limit(limit: str, usable: int, tmp_path: Path) -> None:
+    meminfo = "MemTotal: 6 kB\nHugePages_Total: 1\nHugetlb: 2 kB\n"
+    root = write(tmp_path, {"proc/meminfo": meminfo, "sys/fs/cgroup/memory.max": limit})
     assert total_memory_bytes(root) == usable

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,7 +19,7 @@ from typer.testing import CliRunner, Result
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK
 from hetero_client.access import Access
 from hetero_client.cli.main import app
-from hetero_client.errors import CredentialsError, QueueFullError, RequestError
+from hetero_client.errors import CredentialsError, NotConnectedError, QueueFullError, RequestError
 from hetero_client.load.doors import HttpDoor
 from hetero_client.load.figures import Spread, figures_of, percentile, token_gaps
 from hetero_client.load.run import LoadPlan, Sample, run_load
@@ -87,6 +90,28 @@ def test_requests_at_a_rate_do_not_wait_for_one_another() -> None:
     samples = run_load(PlayedDoor(), plan)  # its barrier needs two at once
     assert [sample.due_s for sample in samples] == list(plan.due_times())
     assert all(sample.ended_s >= sample.due_s for sample in samples)
+
+
+def test_an_interrupt_ends_the_load_and_the_streams_under_way() -> None:
+    class SlowDoor(PlayedDoor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.closed = threading.Event()
+
+        def stream(self, prompt: Sequence[int], *, output_tokens: int) -> Iterator[int]:
+            self.prompts.append(list(prompt))
+            if len(self.prompts) == 2:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            assert self.closed.wait(30)
+            yield 1
+
+        def close(self) -> None:
+            self.closed.set()
+
+    door = SlowDoor()
+    with pytest.raises(KeyboardInterrupt):
+        run_load(door, PLAN)
+    assert len(door.prompts) == 2
 
 
 @pytest.mark.parametrize(("percent", "value"), [(0, 1.0), (50, 2.5), (90, 3.7), (100, 4.0)])
@@ -227,3 +252,16 @@ def test_what_the_http_door_refuses_is_told(api: ThreadingHTTPServer, tokens: st
 def test_the_http_door_shows_no_certificate() -> None:
     with pytest.raises(CredentialsError, match="over gRPC only"):
         HttpDoor("127.0.0.1:1", access=Access(certificate=b"x", private_key=b"y"))
+
+
+def test_a_closed_http_door_ends_the_streams_that_read_from_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        door = HttpDoor(f"127.0.0.1:{server.getsockname()[1]}", access=Access())
+        with ThreadPoolExecutor(1) as pool:
+            stream = pool.submit(lambda: list(door.stream([9], output_tokens=4)))
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1)  # its request; there is never an answer
+                door.close()
+                with pytest.raises(NotConnectedError):
+                    stream.result(30)

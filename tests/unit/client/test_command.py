@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
+import platform
 import subprocess
 import sys
 import time
@@ -13,6 +17,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hetero_api.contract import EXIT_FAILURE, EXIT_OK, EXIT_PERMANENT, EXIT_USAGE, VERSION
+from hetero_api.host.topology import CpuTopology
+from hetero_client.cli.console import print_note, print_warning
 from hetero_client.cli.main import app
 from tests.support.fake_gateway import FakeGateway
 
@@ -106,6 +112,17 @@ def test_validate_warns_of_what_only_local_makes_a_problem(tmp_path: Path, monke
     assert "on this machine" not in local.stderr
 
 
+def test_manifests_are_validated_on_other_systems_where_no_group_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.delattr(os, "sched_getaffinity")
+    path = str(EXAMPLES / "smollm2-cpu.yaml")
+    result, local = (hetero("validate", *more, path) for more in ((), ("--local",)))
+    assert (result.exit_code, local.exit_code) == (EXIT_OK, EXIT_USAGE)
+    assert "on this machine: groups run on Linux only, this is Darwin" in result.stderr
+    assert f"{path}: groups run on Linux only, this is Darwin" in local.stderr
+    assert CpuTopology.of_this_process().cores
+
+
 @pytest.mark.parametrize(
     ("memory", "quantization", "warns"), [("64Mi", "none", True), ("64Mi", "int4", False), ("128Mi", "none", False)]
 )
@@ -157,6 +174,16 @@ def test_up_with_a_directory_that_is_no_model_exits_permanent(tmp_path: Path) ->
     assert "config.json: no such file" in result.stderr
 
 
+def test_what_goes_on_is_reported_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FullDisk(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    print_note("cpu-0 was killed by SIGKILL; it is restarted")
+    print_warning("cores are shared")
+
+
 def test_no_group_is_told_without_a_stack_trace() -> None:
     result = hetero("generate", "hello")
     assert result.exit_code == EXIT_USAGE
@@ -175,6 +202,41 @@ def test_generate_streams_text_and_figures(tmp_path: Path) -> None:
 def test_generate_reads_standard_input(tmp_path: Path) -> None:
     with served(tmp_path) as address:
         assert hetero("generate", "-", "--address", address, stdin="echo piped").stdout == "piped \n"
+
+
+@pytest.mark.parametrize("arguments", [("-",), ("hello", "--json-schema", "-")])
+def test_standard_input_that_is_no_text_is_wrong_usage(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    with served(tmp_path) as address:
+        result = CliRunner().invoke(app, ["generate", *arguments, "--address", address], input=b"caf\xe9")
+    assert result.exit_code == EXIT_USAGE
+    assert "standard input cannot be read: 'utf-8' codec" in result.stderr
+
+
+def test_an_answer_goes_to_a_terminal_that_lacks_some_of_its_characters(tmp_path: Path) -> None:
+    with served(tmp_path) as address:
+        result = CliRunner(charset="latin-1").invoke(
+            app, ["generate", "echo r\u00e9sum\u00e9 \u4f60", "--address", address]
+        )
+    assert (result.exit_code, result.stdout) == (EXIT_OK, "r\u00e9sum\u00e9 ? \n")
+
+
+def test_errors_of_files_and_folders_are_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HETERO_HOME", str(tmp_path / "file" / "home"))
+    result = hetero("model", "fetch", "smollm2-135m-instruct")
+    locks = tmp_path / "file" / "home" / "models" / ".locks"
+    assert (result.exit_code, result.stderr) == (EXIT_FAILURE, f"hetero: {locks}: Not a directory\n")
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("HETERO_HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    result = hetero("ps")
+    assert (result.exit_code, result.stderr) == (
+        EXIT_FAILURE, "hetero: HETERO_HOME: set it to a folder; this user has no home folder\n",
+    )  # fmt: skip
 
 
 def test_generate_as_json_is_an_object_a_line(tmp_path: Path) -> None:

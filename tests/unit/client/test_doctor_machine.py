@@ -47,7 +47,7 @@ CASES: list[tuple[Check, dict[str, str | None], Grade, str]] = [
     (machine_checks.check_memory, {"sys/fs/cgroup/memory.max": "268435456\n"}, Grade.FAIL, "0.2 GiB of 256.0 GiB"),
     (
         machine_checks.check_memory, {**SLICE, "sys/fs/cgroup/user.slice/memory.max": "8589934592\n"}, Grade.OK,
-        "8.0 GiB of 256.0 GiB, by the limit of a cgroup",
+        "8.0 GiB of 256.0 GiB, by the limit of a cgroup or reserved huge pages",
     ),
     (
         machine_checks.check_cores, {"proc/self/status": STATUS.format(cpus="0-3", mems="0-1")}, Grade.WARN,

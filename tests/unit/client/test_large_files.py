@@ -9,7 +9,15 @@ import huggingface_hub.file_download
 import pytest
 from huggingface_hub.hf_api import ModelInfo
 
-from hetero_client.model_store.hub import LARGEST_BYTES, SMALLEST_BYTES, fetch_large_files
+from hetero_client.model_store.hub import (
+    ADAPTER_PATTERNS,
+    LARGEST_BYTES,
+    PATTERNS,
+    SMALLEST_BYTES,
+    download_resumably,
+    fetch_large_files,
+    wanted_files,
+)
 from hetero_client.model_store.store import ModelKey
 
 pytestmark = pytest.mark.unit
@@ -84,3 +92,34 @@ def test_the_librarys_own_files_are_left_to_it(transfers: Transfers, tmp_path: P
     ]
     assert fetch(tmp_path, *files) == ["dd"]
     assert len(transfers.asked) == 1
+
+
+def test_a_model_is_fetched_once_where_its_publisher_repeats_it() -> None:
+    key = ModelKey("org/tiny")
+    original = ["original/config.json", "original/model--00001.safetensors", "metal/model.bin"]
+    whole = ["config.json", "model.safetensors"]
+    assert wanted_files(key, [*original, *whole, "consolidated.safetensors"], PATTERNS) == whole
+    sharded = ["model-1.safetensors", "model.safetensors.index.json"]
+    repeated = ["consolidated-1.safetensors", "consolidated.safetensors.index.json"]
+    assert wanted_files(key, [*repeated, *sharded], PATTERNS) == [repeated[1], *sharded]
+    # What has no other weights keeps them, so that their names are in the message.
+    assert wanted_files(key, ["consolidated.safetensors"], PATTERNS) == ["consolidated.safetensors"]
+    assert wanted_files(key, ["Q4/m-Q4_K_M.gguf", "config.json"], PATTERNS) == ["config.json", "Q4/m-Q4_K_M.gguf"]
+    assert wanted_files(key, ["adapter_config.json", "m.gguf"], ADAPTER_PATTERNS) == ["adapter_config.json"]
+
+
+def test_the_librarys_fetch_and_ours_take_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def snapshot(_name: str, *, allow_patterns: list[str], **_: Any) -> str:
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    info: Any = ModelInfo
+    listed = info(id="org/tiny", siblings=[{"rfilename": n} for n in ("a[1].json", "original/b.json", "README.md")])
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_args, **_settings: listed)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    download_resumably(
+        ModelKey("org/tiny"), cache_dir=tmp_path, partials=tmp_path, token=None, patterns=PATTERNS, report=print
+    )
+    assert asked == [["a[[]1].json"]]

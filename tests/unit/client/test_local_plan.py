@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from hetero_api.host.cgroup import CgroupLimits
 from hetero_api.host.gpus import Gpu
 from hetero_api.host.topology import LogicalCore
 from hetero_api.manifest import parse_resource
 from hetero_api.spec import HeteroInference
 from hetero_client.errors import LocalSpecError
-from hetero_client.launcher.local_plan import LocalPlan, plan_locally
+from hetero_client.launcher import local_plan
+from hetero_client.launcher.local_plan import GroupShare, LocalPlan, plan_here, plan_locally
 
 pytestmark = pytest.mark.unit
 
@@ -49,9 +51,9 @@ def plan(
     memory_bytes: int = 8 * GIB,
     gpus: tuple[Gpu, ...] = (),
     cores: tuple[LogicalCore, ...] = TWO_CORES,
-    dp_local_rank: int = 0,
+    **groups: Any,
 ) -> LocalPlan:
-    return plan_locally(resource, cores=cores, memory_bytes=memory_bytes, gpus=gpus, dp_local_rank=dp_local_rank)
+    return plan_locally(resource, cores=cores, memory_bytes=memory_bytes, gpus=gpus, **groups)
 
 
 def problems(resource: HeteroInference, **machine: Any) -> tuple[str, ...]:
@@ -199,6 +201,66 @@ def test_cpu_ranks_divide_the_memory_that_gpu_ranks_do_not_ask_for() -> None:
     assert [rank.memory_bytes for rank in made.ranks] == [3 * GIB, 0, 4 * GIB]
     (told,) = problems(resource(gpu_pool(memoryPerRank="9Gi")), gpus=gpus(0))
     assert told.startswith("spec.pools[0].gpu.memoryPerRank: 1 x 9Gi; all ranks together ask for 9.0 GiB")
+
+
+@pytest.mark.parametrize(("quota", "warned"), [(None, False), (0.5, False), (1.5, True)])
+def test_more_threads_than_a_quota_has_time_for_are_warned_of(
+    quota: float | None, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_plan, "cgroup_limits", lambda: CgroupLimits(quota, None))
+    asked = resource(pool(3 if warned else 1, coresPerRank=1, memoryPerRank="1Mi", numa={"policy": "None"}))
+    assert [text[:61] for text in plan_here(asked).warnings] == (
+        ["ranks compute with 3 threads and have 1.5 CPUs of time, by th"] if warned else []
+    )
+
+
+# --- other groups on the machine --------------------------------------------------------------------------
+
+FOUR_CORES = tuple(LogicalCore(number, 0, number) for number in range(4))
+
+
+def test_groups_of_a_manifest_divide_the_memory() -> None:
+    groups = [plan(resource(pool()), cores=FOUR_CORES, dp_local_rank=n, num_groups=4).ranks for n in range(4)]
+    assert [rank.memory_bytes for ranks in groups for rank in ranks] == [int(2 * GIB * 0.8)] * 4
+    (told,) = problems(resource(pool(memoryPerRank="3Gi")), dp_local_rank=1, num_groups=3)
+    assert told == (
+        "spec.pools[0].cpu.memoryPerRank: 1 x 3Gi; all ranks of 3 groups together ask for 9.0 GiB, this machine has "
+        "8.0 GiB"
+    )
+
+
+def test_a_group_takes_the_cores_and_the_memory_that_groups_of_other_manifests_leave() -> None:
+    cores = tuple(LogicalCore(number, 0, number % 4) for number in range(8))
+    running = [plan(resource(pool(coresPerRank=2, memoryPerRank="3Gi")), cores=cores).share("other")]
+    assert running == [GroupShare("other", (0, 1), 3 * GIB)]
+    made = plan(resource(pool(coresPerRank=2)), cores=cores, running=running)
+    assert (made.ranks[0].cores, made.ranks[0].memory_bytes) == ((2, 3), 4 * GIB)
+    assert made.warnings == (
+        "groups that run (other) have 3.0 of this machine's 8.0 GiB; all ranks of this one together get 4.0 GiB",
+    )
+    assert plan(resource(pool(coresPerRank=2, memoryPerRank="2Gi")), cores=cores, running=running).warnings == ()
+
+
+def test_cores_are_shared_with_a_warning_where_too_few_are_left() -> None:
+    running = [GroupShare("other", (0, 1, 2), 0), GroupShare("small", (3,), 0)]
+    made = plan(resource(pool(coresPerRank=3)), cores=FOUR_CORES, running=running[:1])
+    assert made.ranks[0].cores == (0, 1, 2)
+    (told,) = made.warnings
+    assert told.startswith("group 'other' computes on cores 0-2 too, because too few are free")
+    both = plan(resource(pool(coresPerRank=4)), cores=FOUR_CORES, running=running).warnings
+    assert [text.partition(" too")[0] for text in both] == [
+        "group 'other' computes on cores 0-2", "group 'small' computes on cores 3",
+    ]  # fmt: skip
+
+
+def test_groups_of_one_manifest_know_each_other_by_their_number() -> None:
+    asked = resource(pool(memoryPerRank="1Gi"))
+    running = [plan(asked, cores=FOUR_CORES, dp_local_rank=n).share(name) for n, name in ((0, "test"), (2, "test.2"))]
+    made = plan(asked, cores=FOUR_CORES, dp_local_rank=1, running=running)
+    assert [group.cores for group in (*running, made.share("test.1"))] == [(0,), (2,), (1,)]
+    # The second of two that are not started together gets memory that the first one leaves.
+    half = plan(resource(pool()), cores=FOUR_CORES, dp_local_rank=1, running=[GroupShare("test", (0,), 3 * GIB)])
+    assert half.ranks[0].memory_bytes == 4 * GIB
 
 
 # --- what only a cluster has ------------------------------------------------------------------------------

@@ -72,6 +72,24 @@ def test_gpus_get_a_rank_each_and_cores_to_launch_work(
 
 
 @pytest.mark.parametrize(
+    ("nodes", "quota", "pools"),
+    [
+        ((64, 64), 2.0, [(1, 2)]),
+        ((64, 64), 2.5, [(1, 3)]),
+        ((64, 64), 96.0, [(2, 48)]),
+        ((4,), 9.0, [(1, 4)]),
+        ((4,), 0.5, [(1, 1)]),
+    ],
+)
+def test_ranks_get_no_more_cores_than_a_quota_has_time_for(
+    nodes: tuple[int, ...], quota: float, pools: list[tuple[int, int]]
+) -> None:
+    manifest = make_manifest("file:///m", name="m", cores=cores_of(*nodes), gpus=[], model={}, cpu_quota=quota)
+    found = parse_manifest(yaml.safe_dump(manifest)).spec.pools
+    assert [(pool.ranks, pool.cores_per_rank) for pool in found] == pools
+
+
+@pytest.mark.parametrize(
     ("text", "name"),
     [
         ("smollm2-135m-instruct", "smollm2-135m-instruct"),

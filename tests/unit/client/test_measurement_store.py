@@ -34,7 +34,7 @@ class Start:
     def __init__(self, folder: Path, *, now: float = BEGIN, group: str = "g") -> None:
         self.run = RunDirectory(folder / "run")
         self.run.path.mkdir(exist_ok=True)
-        self.run.prepare()
+        self.run.prepare(parse_manifest(MANIFEST.replace("SEQS", "4")))
         self.store = MeasurementStore(folder / "measured" / group, RANKS, clock=lambda: now)
 
     def measure(self, **content: object) -> None:

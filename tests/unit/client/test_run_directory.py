@@ -10,17 +10,20 @@ from pathlib import Path
 import pytest
 
 from hetero_api.host.file_lock import FileLock, is_held
+from hetero_api.manifest import load_manifest
 from hetero_client.errors import NoGroupError
 from hetero_client.home import HeteroHome
 from hetero_client.launcher.run_directory import GroupRecord, RunDirectory, find_group, running_groups
 
 pytestmark = pytest.mark.unit
 
+RESOURCE = load_manifest(Path(__file__).parents[3] / "examples" / "smollm2-cpu.yaml")
+
 
 def start(home: HeteroHome, name: str) -> RunDirectory:
     run = RunDirectory.for_group(home, name)
     assert run.lock.try_acquire()
-    run.prepare()
+    run.prepare(RESOURCE)
     run.write_record(
         GroupRecord(
             name,
@@ -86,7 +89,7 @@ def test_preparing_clears_the_last_run_and_makes_a_new_token(tmp_path: Path) -> 
     run = start(HeteroHome(tmp_path), "one")
     old = run.token_path.read_text()
     run.log_path("cpu-0").write_text("old")
-    run.prepare()
+    run.prepare(RESOURCE)
     assert run.token_path.read_text() != old
     assert run.token_path.stat().st_mode & 0o777 == 0o600
     assert run.path.stat().st_mode & 0o777 == 0o700
@@ -95,10 +98,18 @@ def test_preparing_clears_the_last_run_and_makes_a_new_token(tmp_path: Path) -> 
     run.lock.release()
 
 
+def test_the_run_has_a_manifest_of_its_own(tmp_path: Path) -> None:
+    run = start(HeteroHome(tmp_path), "one")
+    assert load_manifest(run.manifest_path) == RESOURCE
+    run.clear()
+    assert not run.manifest_path.exists()
+    run.lock.release()
+
+
 def test_callers_of_admin_show_a_token_where_others_show_keys(tmp_path: Path) -> None:
     run = start(HeteroHome(tmp_path), "one")
     assert run.read_admin_token() is None
-    run.prepare(with_admin_token=True)
+    run.prepare(RESOURCE, with_admin_token=True)
     assert run.read_admin_token() not in (None, run.token_path.read_text())
     assert run.admin_token_path.stat().st_mode & 0o777 == 0o600
     run.clear()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
+from google.protobuf.message import Message
 
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1 import logprobs_pb2
@@ -74,6 +76,21 @@ def test_a_constraint_is_one_of_its_kinds(constraint: Constraint, field: str, va
 def test_what_no_message_holds_is_refused_by_name(params: SamplingParams, path: str) -> None:
     with pytest.raises(InvalidRequestError, match=path):
         sampling_of(params)
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda: wire.generate_request("a\udcffb"), "text"),
+        (lambda: wire.generate_request("a", request_id="\udcff"), "request_id"),
+        (lambda: wire.generate_request([ChatMessage("user", "a\udcff")]), r"chat\.messages\[0\]\.content"),
+        (lambda: wire.generate_request("a", sampling=SamplingParams(stop=("\udcff",))), r"sampling\.stop\[0\]"),
+        (lambda: wire.tokenize_request("\udcff"), "text"),
+    ],
+)
+def test_what_is_no_unicode_text_is_refused_by_name(make: Callable[[], Message], path: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^{path}: is no Unicode text"):
+        make()
 
 
 def test_tools_and_calls_travel_as_json() -> None:

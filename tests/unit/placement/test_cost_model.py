@@ -235,6 +235,20 @@ def test_points_of_another_type_are_scaled_by_what_rates_say() -> None:
     assert costs.mlp(1) == pytest.approx((1.0, 4.0))
 
 
+def test_cached_keys_and_values_count_in_their_own_type() -> None:
+    """Of a step at long contexts most is reading them; measured points had them in the arithmetic type."""
+    points = tuple(CostPoint(Part.ATTENTION_DECODE, 16, context, 0.0, 1.0) for context in (1, 30_000))
+    step = Step(decode_rows=16, context=30_000)
+    for speeds in (Speeds(1e9), Speeds(1e9, costs=points, costs_dtype="float32")):
+        wide, narrow = (
+            PartCosts(CONFIG, speeds, dtype="float32", cache_dtype=cached).attention(step, None).unit_s
+            for cached in ("", "bfloat16")
+        )
+        assert narrow / wide == pytest.approx(0.5, abs=0.01)
+    short = PartCosts(CONFIG, Speeds(1e9, costs=points, costs_dtype="float32"), dtype="float32", cache_dtype="bfloat16")
+    assert short.attention(Step(decode_rows=1, context=1), None).unit_s == pytest.approx(1.0, abs=0.01)
+
+
 def test_experts_are_read_if_a_row_chooses_them() -> None:
     config = config_of(**MIXTRAL)
     costs = PartCosts(config, Speeds(1e9), dtype="float32")

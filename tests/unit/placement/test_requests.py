@@ -201,3 +201,14 @@ def test_a_plan_that_stands_is_predicted_as_the_solver_would() -> None:
 def test_plans_cover_the_model() -> None:
     for config in (config_of(**SMOLLM2), config_of(**MIXTRAL), config_of(intermediate_size=1000, vocab_size=200)):
         solved(config, TWO_CPUS).plan.validate_for(config)
+
+
+def test_memory_that_is_enough_in_sum_only_is_said_to_be_so() -> None:
+    with pytest.raises(PlanError) as caught:
+        solved(config_of(**LLAMA_8B), group(*[cpu(1e10, memory=int(4.5 * GB))] * 8))
+    text = str(caught.value)
+    assert text.count("memory is enough in sum, but no deal fits every rank; dealt by memory, rank ") == 2, text
+    assert "and has 4.50 GB (memoryPerRank of pool cpu)" in text
+    fewer = text.partition("CPU ranks only, fewer than 8: ")[2]
+    assert "these 7 ranks have 31.50 GB" in fewer
+    assert "enough in sum" not in fewer

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hetero_api.sharding import ShardPlan
-from hetero_api.spec import PlacementSpec, WorkloadSpec
+from hetero_api.spec import PlacementShares, PlacementSpec, WorkloadSpec
 from hetero_placement.decision import Option
 from hetero_placement.solver import solve
 from hetero_placement.steps import Load
-from hetero_placement.sweep import LoadRates, rates_with_proposals, sweep
-from tests.unit.placement.placement_setup import GB, LLAMA_8B, SMOLLM2, bounds_of, config_of, cpu, gpu, group
+from hetero_placement.sweep import LoadRates, rates_by_load, rates_with_proposals, sweep
+from tests.unit.placement.placement_setup import GB, LLAMA_8B, MIXTRAL, SMOLLM2, bounds_of, config_of, cpu, gpu, group
 
 pytestmark = pytest.mark.unit
 
@@ -75,6 +77,18 @@ def test_it_is_said_plainly_which_ranks_are_faster(
 ) -> None:
     told = rates(("gpu", (1.0, 0.0), gpu_only), ("both", (0.5, 0.5), mixed), ("cpu", (0.0, 1.0), cpu_only))
     assert told.verdict == expected
+
+
+@pytest.mark.parametrize("engine", [{"expert_deferral": 4}, {"kv_cache_dtype": "float8_e4m3fn"}])
+def test_loads_are_predicted_with_the_engines_settings(engine: dict[str, Any]) -> None:
+    config, hardware = config_of(**MIXTRAL), group(gpu(9e11, memory=24 * GB), cpu(2e11), host_s=3e-5)
+    bounds = bounds_of(config, max_model_len=4096, **engine)
+    workload = WorkloadSpec(prompt_tokens=1, output_tokens=1, concurrency=1)
+    placement = PlacementSpec(workload=workload, shares=PlacementShares(attention=[1, 0], mlp=[0, 1]))
+    options = solve(config, hardware, dtype="bfloat16", placement=placement, bounds=bounds).options
+    made = rates_by_load(config, hardware, options, dtype="bfloat16", bounds=bounds)
+    plain = rates_by_load(config, hardware, options, dtype="bfloat16", bounds=bounds_of(config, max_model_len=4096))
+    assert made.rates[0][1][0] > 1.001 * plain.rates[0][1][0]
 
 
 def test_a_group_of_one_kind_has_no_such_choice() -> None:

@@ -19,9 +19,10 @@ def dial(
     *,
     token: str = TOKEN,
     connect_timeout_s: float = 20.0,
+    cpus: tuple[int, ...] = (),
     observer: Callable[[Event], None] = lambda event: None,
 ) -> GatewayLink:
-    link = GatewayLink(target=gateway.target, token=token, connect_timeout_s=connect_timeout_s)
+    link = GatewayLink(target=gateway.target, token=token, connect_timeout_s=connect_timeout_s, cpus=cpus)
     link.start(observer)
     return link
 
@@ -42,6 +43,14 @@ def test_messages_pass_both_ways_in_order(tmp_path: Path) -> None:
         events = [link.receive(), link.receive()]
         link.finish(5)
         assert [event.message.epoch for event in events if isinstance(event, Arrival)] == [1, 2]
+
+
+def test_a_cpuset_that_allows_none_of_the_links_cpus_does_not_end_it(tmp_path: Path) -> None:
+    with ScriptedGateway(tmp_path) as gateway:
+        link = dial(gateway, cpus=(1023,))
+        link.send(hello("a"))
+        assert gateway.expect("hello").hello.pool == "a"
+        link.finish(5)
 
 
 def test_an_event_that_was_waited_for_is_the_next_to_receive(tmp_path: Path) -> None:

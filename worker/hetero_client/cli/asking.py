@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -54,7 +55,7 @@ def generate(
     If the gateway or its group is lost meanwhile, the answer continues when they are back. With --json every event is
     one JSON object on a line: started, delta ..., finished.
     """
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = options.read_text(Path(prompt)) if prompt == "-" else prompt
     question: Prompt = conversation(text, system=system) if chat or system is not None else text
     with options.inference_client(address, group, api_key_file=api_key_file, ca=ca, tls=tls) as client:
         sent_at_s = time.monotonic()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any, Final, TextIO
 
 from rich import box
@@ -40,12 +41,13 @@ def print_error(message: str, *, prefix: str = "hetero: ") -> None:
 
 def print_warning(message: str) -> None:
     """Print a warning to standard error."""
-    errors().print(f"warning: {message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    print_note(f"warning: {message}", style="yellow")
 
 
-def print_note(message: str) -> None:
+def print_note(message: str, *, style: str = "dim") -> None:
     """Print a line of progress to standard error."""
-    errors().print(message, style="dim", markup=False, highlight=False, soft_wrap=True)
+    with suppress(OSError):  # a full disk, or a reader that left, ends no group
+        errors().print(message, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_data(line: str) -> None:

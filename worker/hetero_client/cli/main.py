@@ -7,7 +7,10 @@ everything else to standard error. Commands import what they need when they run,
 
 from __future__ import annotations
 
+import errno
 import signal
+import sys
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -27,10 +30,18 @@ class ErrorBoundary(typer.core.TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; exit with the code of its error."""
+        for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
+            if isinstance(stream, TextIOWrapper):  # a terminal that is not UTF-8 lacks characters of answers
+                stream.reconfigure(errors=errors)
         try:
             return super().invoke(ctx)
         except HeteroError as error:
             raise typer.Exit(report(error)) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise
+            print_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+            raise typer.Exit(EXIT_FAILURE) from error
         except KeyboardInterrupt as error:
             raise typer.Exit(128 + signal.SIGINT) from error
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -235,11 +236,11 @@ def constraint(
     """Return the constraint. Raises BadParameter for more than one, or a file that cannot be read."""
     asked: list[Constraint] = []
     if json_schema is not None:
-        asked.append(JsonSchema(_read_text(json_schema)))
+        asked.append(JsonSchema(read_text(json_schema)))
     if regex is not None:
         asked.append(Regex(regex))
     if grammar is not None:
-        asked.append(Grammar(_read_text(grammar)))
+        asked.append(Grammar(read_text(grammar)))
     if choice:
         asked.append(Choice(tuple(choice)))
     if len(asked) > 1:
@@ -247,11 +248,17 @@ def constraint(
     return asked[0] if asked else None
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the UTF-8 text of a file, or of standard input for "-". Raises BadParameter."""
     try:
-        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+        if str(path) != "-":
+            return path.read_text(encoding="utf-8")
+        if isinstance(sys.stdin, TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+        return sys.stdin.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{path} cannot be read: {error}") from error
+        name = "standard input" if str(path) == "-" else path
+        raise typer.BadParameter(f"{name} cannot be read: {error}") from error
 
 
 def local_group(name: str | None) -> GroupRecord:

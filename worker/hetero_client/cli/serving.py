@@ -10,14 +10,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from hetero_api.contract import EXIT_USAGE
 from hetero_client.cli import options
 from hetero_client.cli.console import errors, output, print_data, print_error, print_json, print_note, print_warning
-from hetero_client.errors import ClientError
 from hetero_client.messages import Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -29,6 +28,10 @@ if TYPE_CHECKING:
     from hetero_client.launcher.commands import DoorFiles
     from hetero_client.launcher.local_group import LocalGroup, LocalGroupConfig, StartTimes
     from hetero_client.launcher.made_manifest import MadeManifest
+
+
+ANSWER_END_S: Final = 2.0
+"""Longest wait for an answer whose stream was closed: a reader of standard output that stopped reading blocks it."""
 
 
 class Quantization(StrEnum):
@@ -58,16 +61,23 @@ def up(
     remeasure: options.RemeasureOption = False,
     router_port: options.RouterPortOption = None,
     dp_local_rank: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=0,
             metavar="N",
             help="Start the manifest's group beside N others on this machine, on devices and cores after theirs, under "
             "the name NAME.N.",
         ),
-    ] = 0,
+    ] = None,
     replicas: Annotated[
-        int, typer.Option(min=1, max=64, metavar="N", help="Groups to start, with --router, each as --dp-local-rank.")
+        int,
+        typer.Option(
+            min=1,
+            max=64,
+            metavar="N",
+            help="Groups to start, with --router, each as --dp-local-rank. With --dp-local-rank: groups that share the "
+            "machine's memory.",
+        ),
     ] = 1,
     router: Annotated[
         bool,
@@ -114,25 +124,28 @@ def up(
         return
     config = prepare(
         file, port=port, http_port=http_port, model=model, home=home, with_forkserver=forkserver,
-        remeasure=remeasure, dp_local_rank=dp_local_rank, router_port=router_port,
+        remeasure=remeasure, dp_local_rank=dp_local_rank or 0, num_groups=replicas, router_port=router_port,
         door=door,
     )  # fmt: skip
     serve_until_stopped(config, home=home)
 
 
 def _check_router(
-    router: bool, *, replicas: int, keys: Path | None, door: DoorFiles, router_port: int | None, rank: int
+    router: bool, *, replicas: int, keys: Path | None, door: DoorFiles, router_port: int | None, rank: int | None
 ) -> None:
     """Raise LocalSpecError for options that do not go together."""
     from hetero_client.errors import LocalSpecError
 
     problems = []
     if not router:
-        problems += ["--replicas: several groups need --router"] if replicas > 1 else []
+        if replicas > 1 and rank is None:
+            problems.append("--replicas: several groups need --router, or --dp-local-rank N for one of them")
+        if rank is not None and 1 < replicas <= rank:
+            problems.append(f"--dp-local-rank: is one of 0 to {replicas - 1} with --replicas {replicas}")
         problems += ["--router-keys: is of no use without --router"] if keys is not None else []
     else:
         problems += ["--router-port: with --router each group has its own; leave it out"] if router_port else []
-        problems += ["--dp-local-rank: with --router give --replicas instead"] if rank else []
+        problems += ["--dp-local-rank: with --router give --replicas instead"] if rank is not None else []
         if door.keys is not None and keys is None:
             problems.append("--router-keys: is required with --keys, or the router lets in who has no key")
         if door.client_ca is not None:
@@ -309,6 +322,7 @@ def prepare(
     with_forkserver: bool,
     remeasure: bool = False,
     dp_local_rank: int = 0,
+    num_groups: int = 1,
     router_port: int | None = None,
     door: DoorFiles | None = None,
 ) -> LocalGroupConfig:
@@ -318,14 +332,15 @@ def prepare(
     from hetero_client.launcher.commands import DoorFiles
     from hetero_client.launcher.local_group import LocalGroupConfig
     from hetero_client.launcher.local_plan import plan_here
-    from hetero_client.launcher.run_directory import MeasurementStore
+    from hetero_client.launcher.run_directory import MeasurementStore, running_groups
     from hetero_client.model_store.resolve import resolve_adapters, resolve_draft, resolve_model, resolve_named_model
     from hetero_client.model_store.store import ModelStore
 
     resource = load_manifest(file)
     door = door or DoorFiles()
     door.check(resource.spec.gateway)
-    plan = plan_here(resource, dp_local_rank=dp_local_rank)
+    running = [group.share for group in running_groups(home)]
+    plan = plan_here(resource, dp_local_rank=dp_local_rank, num_groups=num_groups, running=running)
     for warning in plan.warnings:
         print_warning(warning)
     models = ModelStore(home)
@@ -432,9 +447,9 @@ class _Answer(threading.Thread):
     """Thread that streams one answer while the launcher watches its processes."""
 
     def __init__(self, stream: GenerateStream, *, quiet: bool) -> None:
-        super().__init__(name="answer", daemon=True)
+        super().__init__(name="answer")
         self.figures: AnswerFigures | None = None
-        self.error: ClientError | OSError | None = None
+        self.error: Exception | None = None
         self._stream = stream
         self._quiet = quiet
         self._sent_at_s = time.monotonic()
@@ -445,7 +460,7 @@ class _Answer(threading.Thread):
 
         try:
             self.figures = show_answer(self._stream, sent_at_s=self._sent_at_s, quiet=self._quiet)
-        except (ClientError, OSError) as error:  # OSError: standard output was closed
+        except Exception as error:  # noqa: BLE001 - raised in the main thread
             self.error = error
 
 
@@ -462,7 +477,7 @@ def _ask(group: LocalGroup, prompt: Prompt, *, sampling: SamplingParams, quiet: 
             stopped = answer.is_alive()
         finally:
             stream.close()
-            answer.join()
+            answer.join(ANSWER_END_S)
     if answer.error is not None and not stopped:
         group.check_alive()
         raise answer.error

@@ -32,7 +32,7 @@ def check_memory(machine: Machine) -> Finding:
     """Check that there is memory for a rank."""
     seen = f"{machine.usable_bytes / GIB:.1f} GiB"
     if machine.usable_bytes < machine.physical_bytes:
-        seen += f" of {machine.physical_bytes / GIB:.1f} GiB, by the limit of a cgroup"
+        seen += f" of {machine.physical_bytes / GIB:.1f} GiB, by the limit of a cgroup or reserved huge pages"
     if machine.usable_bytes > RUNTIME_BYTES:
         return ok("memory", seen)
     return fail(

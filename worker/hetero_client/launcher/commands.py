@@ -98,7 +98,6 @@ class GroupCommands:
     """Command lines of one group."""
 
     programs: Programs
-    manifest: Path
     model_dir: Path
     run: RunDirectory
     packed_weights: Path | None = None
@@ -110,18 +109,18 @@ class GroupCommands:
     adapter_dirs: tuple[Path, ...] = ()
     """Adapters that the resource names by URI, in order."""
 
-    def gateway(self, ports: GatewayPorts) -> Command:
-        """Return the gateway's command."""
+    def gateway(self, ports: GatewayPorts, *, is_first: bool = True) -> Command:
+        """Return the gateway's command. Only the first one has to report where it listens."""
         argv = (
             *self.programs.gateway,
-            "--manifest", str(self.manifest),
+            "--manifest", str(self.run.manifest_path),
             "--model", str(self.model_dir),
             "--host", HOST,
             "--inference-port", str(ports.inference),
             "--http-port", str(ports.http),
             "--admin-port", str(ports.admin),
             "--ranks-port", str(ports.ranks),
-            "--state-file", str(self.run.gateway_state_path),
+            *(("--state-file", str(self.run.gateway_state_path)) if is_first else ()),
             "--drain-timeout-s", "0",  # Ctrl-C means now
             *(() if ports.router is None else ("--router-port", str(ports.router))),
             *self.door.arguments,

@@ -59,7 +59,13 @@ class Healing:
             self._schedule_restart(served[child], child)
         for child, why in self._services.kill_hung():
             self._report(f"{child.name} (pid {child.pid}) {why}; it is killed")
-        return bool(self._services.start_due() or served)
+        return bool(self._services.start_due(on_error=self._try_later) or served)
+
+    def _try_later(self, service: Service, error: OSError) -> None:
+        """Plan another start of a service that the system has no process, memory or log for now."""
+        pause_s = self._services.schedule_restart(service, did_well=False)
+        when = f"in {pause_s:g} s" if pause_s else "at once"
+        self._report(f"{service.name} cannot be started: {error}; it is tried again {when}")
 
     def _schedule_restart(self, service: Service, child: Child) -> None:
         if child.failed_permanently:

@@ -15,11 +15,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from hetero_api.contract import ENV_ADMIN_TOKEN_FILE, ENV_GROUP_TOKEN_FILE, EXIT_PERMANENT
+from hetero_api.cpu_list import format_cpu_list
 from hetero_api.group_state import GroupState
 from hetero_api.host.gpus import IN_PCI_ORDER
 from hetero_api.host.stop_signals import StopSignals
@@ -126,7 +128,6 @@ class LocalGroup:
         self._report = report
         self._commands = GroupCommands(
             config.programs,
-            config.manifest,
             config.model_dir,
             run,
             packed_weights=config.packed_weights,
@@ -164,7 +165,7 @@ class LocalGroup:
     def __enter__(self) -> Self:
         if not self._run.lock.try_acquire():
             raise AlreadyRunningError(self._config.name, pid=self._run.lock.holder_pid())
-        self._run.prepare(with_admin_token=self._config.door.keys is not None)
+        self._run.prepare(self._config.resource, with_admin_token=self._config.door.keys is not None)
         if self._config.measurements is not None:
             self._config.measurements.copy_to(self._run)
         self._started_s = time.monotonic()
@@ -192,11 +193,12 @@ class LocalGroup:
         from hetero_client.admin import AdminClient
 
         addresses = self._wait_for_gateway()
-        gateway.command = self._commands.gateway(GatewayPorts.from_addresses(addresses))
+        gateway.command = self._commands.gateway(GatewayPorts.from_addresses(addresses), is_first=False)
         self._admin = AdminClient(addresses["admin"], token=self._run.read_admin_token())
         self._wait_for_forkserver()
         for rank in self._config.plan.ranks:
             self._services.add(new_service(self._commands.rank(rank, addresses["ranks"])))
+        share = self._config.plan.share(self._config.name)
         self._record = GroupRecord(
             name=self._config.name,
             pid=os.getpid(),
@@ -206,6 +208,8 @@ class LocalGroup:
             **{service: addresses[service] for service in ("inference", "admin", "http", "router")},
             started_at=time.time(),
             processes=self._pids(),
+            cores=format_cpu_list(share.cores),
+            memory_bytes=share.memory_bytes,
         )
         self._run.write_record(self._record)
 
@@ -281,9 +285,6 @@ class LocalGroup:
     def _heal(self, healing: Healing, ended: Sequence[Child]) -> None:
         if any(child.failed_permanently for child in ended):
             self._wait_for_reason(ended)
-        if any(child is self._gateway for child in ended):
-            # Otherwise the file of a killed gateway would be read as the next one's.
-            self._run.gateway_state_path.unlink(missing_ok=True)
         if healing.handle(ended):
             self._update_record(phase="recovering", processes=self._pids())
             self._answered_s = time.monotonic() + GATEWAY_START_S
@@ -306,7 +307,8 @@ class LocalGroup:
             self._report(f"ready again, epoch {topology.epoch}")
             self._update_record(phase="ready")
         if self._forkserver is not None:
-            self._forkserver.ensure_started()
+            with suppress(OSError):  # ranks are started without it
+                self._forkserver.ensure_started()
         return RUNNING_LOOK_S
 
     def _kill_silent_gateway(self) -> None:

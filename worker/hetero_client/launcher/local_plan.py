@@ -6,18 +6,24 @@ GPU ranks get cores too: they launch work on their device and exchange in host m
 where they are free, and no rank is refused for want of them. In a cluster a pod sees the devices that it was given. On
 one machine all pods of a resource see the same devices, so no two ranks may name the same one.
 
+Groups of other manifests that run here keep their cores and memory. Where too few cores are left they are shared, with
+a warning.
+
 `plan_here` is the one place where the launcher reads the machine.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import platform
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final
 
 from hetero_api.cpu_list import format_cpu_list
+from hetero_api.host.cgroup import cgroup_limits
 from hetero_api.host.cores import CoreDemand, CoreGrant, CorePlan, plan_cores
 from hetero_api.host.gpus import Gpu, visible_gpus
 from hetero_api.host.memory import total_memory_bytes
@@ -65,6 +71,20 @@ class LocalPlan:
         """Whether any rank computes on a GPU."""
         return any(rank.device != HOST_CORES for rank in self.ranks)
 
+    def share(self, group: str) -> GroupShare:
+        """Return the part of the machine that the plan takes for a group of this name."""
+        cores = tuple(sorted(number for rank in self.ranks for number in rank.cores))
+        return GroupShare(group, cores, sum(rank.memory_bytes for rank in self.ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShare:
+    """The cores and the host memory that a running group has."""
+
+    name: str
+    cores: tuple[int, ...]
+    memory_bytes: int
+
 
 @dataclass(frozen=True, slots=True)
 class PoolAt:
@@ -83,17 +103,31 @@ Devices = Mapping[str, tuple[Gpu, ...]]
 """Devices by pool, one for each rank; pools of CPU ranks have none."""
 
 
-def plan_here(resource: HeteroInference, *, dp_local_rank: int = 0) -> LocalPlan:
+def plan_here(
+    resource: HeteroInference, *, dp_local_rank: int = 0, num_groups: int = 1, running: Sequence[GroupShare] = ()
+) -> LocalPlan:
     """Plan a manifest's processes on this machine. Raises LocalSpecError with every problem."""
+    if platform.system() != "Linux":
+        raise LocalSpecError([f"groups run on Linux only, this is {platform.system()}"])
     topology = CpuTopology.of_this_process()
-    return plan_locally(
+    plan = plan_locally(
         resource,
         cores=topology.cores,
         nodes=topology.numa,
         memory_bytes=total_memory_bytes(),
         gpus=visible_gpus(os.environ),
         dp_local_rank=dp_local_rank,
+        num_groups=num_groups,
+        running=running,
     )
+    threads, quota = sum(rank.num_threads for rank in plan.ranks), cgroup_limits().cpus
+    if quota is None or threads <= math.ceil(quota):
+        return plan
+    warning = (
+        f"ranks compute with {threads} threads and have {quota:g} CPUs of time, by the quota of a cgroup: the kernel "
+        "stops them within a step; give whole CPUs by a cpuset (--cpuset-cpus), or lower coresPerRank or ranks"
+    )
+    return replace(plan, warnings=(*plan.warnings, warning))
 
 
 def plan_locally(
@@ -104,30 +138,94 @@ def plan_locally(
     gpus: Sequence[Gpu] = (),
     nodes: Mapping[int, NumaNode] | None = None,
     dp_local_rank: int = 0,
+    num_groups: int = 1,
+    running: Sequence[GroupShare] = (),
 ) -> LocalPlan:
     """Plan the processes to start. Raises LocalSpecError with every problem.
 
     `gpus` are the machine's, as CUDA numbers them; `nodes` its NUMA nodes, if they are known. `dp_local_rank` numbers
     the groups of this resource that share the machine, from 0. A group takes the devices and cores after those of the
-    groups before it.
+    groups before it, and an equal part of the memory that `num_groups` of them share. `running` are the groups that
+    run now.
     """
+    name = resource.metadata.name
+    siblings = [group for group in running if group.name.partition(".")[0] == name]
+    others = [group for group in running if group not in siblings]
+    # Groups that start together know of each other by their number, not by what runs already.
+    counted = others if num_groups > 1 else running
+    left_bytes = max(0, memory_bytes - sum(group.memory_bytes for group in counted)) // num_groups
     spec = resource.spec
     pools = [
         PoolAt(f"spec.pools[{index}]", pool)
         for index, pool in sorted(enumerate(spec.pools), key=lambda entry: entry[1].type != PoolType.GPU)
     ]
     devices, device_problems = plan_devices(pools, gpus, dp_local_rank=dp_local_rank)
-    core_plan = _plan_cores(cores, [_demand(at, devices) for at in pools], nodes, dp_local_rank)
-    problems = [*_unserved(spec), *device_problems, *core_plan.problems, *_memory_problems(pools, memory_bytes)]
+    core_plan = _plan_cores_beside(others, cores, [_demand(at, devices) for at in pools], nodes, dp_local_rank)
+    problems = [
+        *_unserved(spec),
+        *device_problems,
+        *core_plan.problems,
+        *_memory_problems(pools, memory_bytes, num_groups),
+    ]
     if problems:
         raise LocalSpecError(problems)
-    default_bytes = _default_memory(pools, memory_bytes)
+    default_bytes = _default_memory(pools, left_bytes)
     ranks = [
         rank
         for at, grants in zip(pools, core_plan.grants, strict=True)
         for rank in _rank_processes(at, grants, devices, default_bytes)
     ]
-    return LocalPlan(tuple(ranks), core_plan.warnings)
+    plan = LocalPlan(tuple(ranks), core_plan.warnings)
+    warnings = [*_shared_cores(plan, others, cores), *_scarce_memory(plan, counted, memory_bytes, left_bytes)]
+    return replace(plan, warnings=(*plan.warnings, *warnings))
+
+
+def _plan_cores_beside(
+    others: Sequence[GroupShare],
+    cores: Sequence[LogicalCore],
+    demands: Sequence[CoreDemand],
+    nodes: Mapping[int, NumaNode] | None,
+    dp_local_rank: int,
+) -> CorePlan:
+    """Plan on the cores that no other group has, unless ranks would get fewer of them than where all are shared."""
+    shared = _plan_cores(cores, demands, nodes, dp_local_rank)
+    if not others:
+        return shared
+    free = _plan_cores(_without(cores, {n for group in others for n in group.cores}), demands, nodes, dp_local_rank)
+    return min(free, shared, key=_shortfall)
+
+
+def _shortfall(plan: CorePlan) -> tuple[int, int, int]:
+    bound = sum(len(grant.cores) for grants in plan.grants for grant in grants)
+    return len(plan.problems), len(plan.warnings), -bound
+
+
+def _without(cores: Sequence[LogicalCore], numbers: Set[int]) -> list[LogicalCore]:
+    """Return the CPUs of physical cores that have none of these numbers."""
+    busy = {core.physical for core in cores if core.number in numbers}
+    return [core for core in cores if core.physical not in busy]
+
+
+def _shared_cores(plan: LocalPlan, others: Sequence[GroupShare], cores: Sequence[LogicalCore]) -> Iterator[str]:
+    physical = {core.number: core.physical for core in cores}
+    own = {number: physical[number] for number in plan.share("").cores}
+    for group in others:
+        busy = {physical.get(number) for number in group.cores}
+        if shared := [number for number, core in own.items() if core in busy]:
+            yield (
+                f"group {group.name!r} computes on cores {format_cpu_list(shared)} too, because too few are free: both "
+                "will be slow; lower coresPerRank or ranks of one, or stop the other"
+            )
+
+
+def _scarce_memory(plan: LocalPlan, counted: Sequence[GroupShare], memory_bytes: int, left_bytes: int) -> Iterator[str]:
+    own = plan.share("").memory_bytes
+    taken = {group.name: group.memory_bytes for group in counted if group.memory_bytes}
+    if taken and own > DEFAULT_MEMORY_SHARE * left_bytes - len(plan.ranks):
+        yield (
+            f"groups that run ({', '.join(taken)}) have {sum(taken.values()) / 2**30:.1f} of this machine's "
+            f"{memory_bytes / 2**30:.1f} GiB; all ranks of this one together get {own / 2**30:.1f} GiB"
+        )
 
 
 def _plan_cores(
@@ -139,9 +237,7 @@ def _plan_cores(
     """Plan this group's cores: the groups before it chose in the same way, each from what was left."""
     plan = plan_cores(cores, demands, nodes=nodes)
     for _ in range(dp_local_rank):
-        taken = {number for grants in plan.grants for grant in grants for number in grant.cores}
-        busy = {core.physical for core in cores if core.number in taken}
-        cores = [core for core in cores if core.physical not in busy]
+        cores = _without(cores, {number for grants in plan.grants for grant in grants for number in grant.cores})
         plan = plan_cores(cores, demands, nodes=nodes)
     return plan
 
@@ -176,11 +272,12 @@ def _demand(at: PoolAt, devices: Devices) -> CoreDemand:
     )
 
 
-def _memory_problems(pools: Sequence[PoolAt], memory_bytes: int) -> list[str]:
-    asked = sum(_given_memory(at.pool) for at in pools)
+def _memory_problems(pools: Sequence[PoolAt], memory_bytes: int, num_groups: int) -> list[str]:
+    asked = num_groups * sum(_given_memory(at.pool) for at in pools)
     if asked <= memory_bytes:
         return []
-    total = f"all ranks together ask for {asked / 2**30:.1f} GiB, this machine has {memory_bytes / 2**30:.1f} GiB"
+    who = f"all ranks of {num_groups} groups" if num_groups > 1 else "all ranks"
+    total = f"{who} together ask for {asked / 2**30:.1f} GiB, this machine has {memory_bytes / 2**30:.1f} GiB"
     return [
         f"{at.path}.{at.section}.memoryPerRank: {at.pool.ranks} x {format_bytes(at.pool.memory_per_rank)}; {total}"
         for at in pools
@@ -198,7 +295,8 @@ def _default_memory(pools: Sequence[PoolAt], memory_bytes: int) -> int:
     open_ranks = sum(
         at.pool.ranks for at in pools if at.pool.type == PoolType.CPU and at.pool.memory_per_rank is None
     )  # fmt: skip
-    return int((memory_bytes - given) * DEFAULT_MEMORY_SHARE / open_ranks) if open_ranks else 0
+    # Of 0 bytes a rank would have the machine's.
+    return max(1, int((memory_bytes - given) * DEFAULT_MEMORY_SHARE / open_ranks)) if open_ranks else 0
 
 
 def _rank_processes(at: PoolAt, grants: Sequence[CoreGrant], devices: Devices, default_bytes: int) -> list[RankProcess]:

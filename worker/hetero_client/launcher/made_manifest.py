@@ -6,6 +6,7 @@ compute what is decided when they have said how fast they are (placement mode Au
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import Counter
@@ -17,10 +18,11 @@ from typing import Any, Final
 import yaml
 
 from hetero_api.contract import API_VERSION, GROUP, KIND
+from hetero_api.host.cgroup import cgroup_limits
 from hetero_api.host.gpus import Gpu, visible_gpus
 from hetero_api.host.topology import CpuTopology, LogicalCore
 from hetero_api.spec_pools import GpuSpec
-from hetero_client.home import HeteroHome
+from hetero_client.home import HeteroHome, write_atomically
 from hetero_client.model_store.resolve import obtain_model
 from hetero_client.model_store.store import ModelStore, Report, check_model_directory
 
@@ -59,26 +61,34 @@ class MadeManifest:
             fields["quantization"] = str(quantization)
         name = resource_name(PurePosixPath(what).name.removesuffix(".gguf"))
         manifest = make_manifest(
-            uri, name=name, cores=CpuTopology.of_this_process().cores, gpus=visible_gpus(os.environ), model=fields
-        )
+            uri, name=name, cores=CpuTopology.of_this_process().cores, gpus=visible_gpus(os.environ), model=fields,
+            cpu_quota=cgroup_limits().cpus,
+        )  # fmt: skip
         return cls(name, yaml.safe_dump(manifest, sort_keys=False))
 
     def keep(self, home: HeteroHome) -> Path:
         """Write it to the home folder; return its path."""
         home.made.mkdir(parents=True, exist_ok=True)
         path = home.made / f"{self.name}.yaml"
-        path.write_text(self.text, encoding="utf-8")
+        write_atomically(path, self.text)
         return path
 
 
 def make_manifest(
-    uri: str, *, name: str, cores: Sequence[LogicalCore], gpus: Sequence[Gpu], model: dict[str, Any]
+    uri: str,
+    *,
+    name: str,
+    cores: Sequence[LogicalCore],
+    gpus: Sequence[Gpu],
+    model: dict[str, Any],
+    cpu_quota: float | None = None,
 ) -> dict[str, Any]:
     """Return a HeteroInference of the model at `uri` on these cores and GPUs.
 
-    `name`: of the resource; see `resource_name`. `model`: further fields of spec.model.
+    `name`: of the resource; see `resource_name`. `model`: further fields of spec.model. `cpu_quota`: CPUs of time that
+    this process may use, None for all.
     """
-    pools = [*_gpu_pool(gpus), *_cpu_pool(cores, len(gpus))]
+    pools = [*_gpu_pool(gpus), *_cpu_pool(cores, len(gpus), math.ceil(cpu_quota or len(cores)))]
     return {
         "apiVersion": f"{GROUP}/{API_VERSION}",
         "kind": KIND,
@@ -99,12 +109,13 @@ def _gpu_pool(gpus: Sequence[Gpu]) -> list[dict[str, Any]]:
     return [{"name": "gpu", "type": "GPU", "ranks": len(gpus), "ranksPerPod": len(gpus)}]
 
 
-def _cpu_pool(cores: Sequence[LogicalCore], num_gpus: int) -> list[dict[str, Any]]:
+def _cpu_pool(cores: Sequence[LogicalCore], num_gpus: int, most_cores: int) -> list[dict[str, Any]]:
     """Return the pool of CPU ranks; none where launching work on GPUs takes all cores."""
     found = Counter(node for _, node in {(core.physical, core.node) for core in cores})
     # Ranks of a pool are equal: a node with few cores would make all others small.
     nodes = [count for count in found.values() if 2 * count >= max(found.values())]
-    cores_per_rank = min(nodes) - -(-_GPU_CORES * num_gpus // len(nodes))
+    nodes = nodes[: -(-most_cores // min(nodes))]
+    cores_per_rank = min(*nodes, most_cores // len(nodes)) - -(-_GPU_CORES * num_gpus // len(nodes))
     if cores_per_rank < 1:
         return []
     return [{"name": "cpu", "type": "CPU", "ranks": len(nodes), "cpu": {"coresPerRank": cores_per_rank}}]

@@ -98,7 +98,7 @@ class LocalReplicas:
         return (
             sys.executable, "-m", "hetero_client", "up", str(self._config.manifest),
             "--port", "0", "--http-port", "0", "--router-port", str(self._doors[ordinal]),
-            "--dp-local-rank", str(ordinal), *self._config.group_options,
+            "--dp-local-rank", str(ordinal), "--replicas", str(self._config.num_replicas), *self._config.group_options,
         )  # fmt: skip
 
     def _start_router(self) -> None:

@@ -3,8 +3,9 @@
 `$HETERO_HOME/run/NAME`:
 
 lock           held by the launcher while it runs; tells whether the group runs
+manifest.yaml  manifest that the group was started with, whatever becomes of the user's file
 group.json     GroupRecord: pids and addresses, for `hetero ps` and for commands without --address
-gateway.json   written by the gateway once it listens
+gateway.json   written by the first gateway once it listens
 token          secret that ranks authenticate with, mode 0600
 admin-token    secret that callers of Admin show, mode 0600; only where callers need keys
 *.log          one for each process; kept until the next start
@@ -31,11 +32,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
+from hetero_api.cpu_list import parse_cpu_list
 from hetero_api.host.file_lock import FileLock, is_held
 from hetero_api.spec import HeteroInference
 from hetero_client.errors import NoGroupError
 from hetero_client.home import HeteroHome, read_json_object, write_atomically
-from hetero_client.launcher.local_plan import LocalPlan
+from hetero_client.launcher.local_plan import GroupShare, LocalPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,15 @@ class GroupRecord:
     processes: dict[str, int]
     router: str = ""
     """Empty without a router's door."""
+    cores: str = ""
+    """List of the CPUs that its ranks are bound to."""
+    memory_bytes: int = 0
+    """Host memory of its ranks."""
+
+    @property
+    def share(self) -> GroupShare:
+        """Its part of the machine."""
+        return GroupShare(self.name, parse_cpu_list(self.cores), self.memory_bytes)
 
 
 class RunDirectory:
@@ -66,6 +77,8 @@ class RunDirectory:
         """File with the ranks' secret."""
         self.admin_token_path = path / "admin-token"
         """File with the secret that callers of Admin show."""
+        self.manifest_path = path / "manifest.yaml"
+        """File with the manifest that the gateway reads, at each of its starts."""
         self.gateway_state_path = path / "gateway.json"
         """File that the gateway writes once it listens."""
         self.record_path = path / "group.json"
@@ -84,12 +97,14 @@ class RunDirectory:
         """Return the file with a rank's measurements."""
         return self.path / f"{rank}.measured"
 
-    def prepare(self, *, with_admin_token: bool = False) -> None:
-        """Remove an earlier run's files and write new tokens. The lock must be held."""
+    def prepare(self, resource: HeteroInference, *, with_admin_token: bool = False) -> None:
+        """Remove an earlier run's files, write the manifest and new tokens. The lock must be held."""
         self.path.chmod(0o700)
         self.clear()
         for stale in self.path.glob("*.log"):
             stale.unlink(missing_ok=True)
+        manifest = resource.model_dump_json(by_alias=True, exclude_none=True, indent=2)  # JSON is YAML
+        self.manifest_path.write_text(manifest + "\n", encoding="utf-8")
         for path in (self.token_path, *([self.admin_token_path] if with_admin_token else [])):
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(fd, "w", encoding="ascii") as file:
@@ -97,8 +112,8 @@ class RunDirectory:
 
     def clear(self) -> None:
         """Remove all files but the logs."""
-        files = [self.token_path, self.admin_token_path, self.gateway_state_path, self.record_path]
-        for path in [*files, *self.path.glob("*.measured")]:
+        own = [self.token_path, self.admin_token_path, self.manifest_path, self.gateway_state_path, self.record_path]
+        for path in [*own, *self.path.glob("*.measured")]:
             path.unlink(missing_ok=True)
 
     def read_admin_token(self) -> str | None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import ssl
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Final, Protocol
 
 from hetero_client.access import Access
@@ -64,6 +66,7 @@ class HttpDoor:
         self._tls = _tls_of(access)
         self._headers = {"Content-Type": "application/json", **{name.title(): value for name, value in access.metadata}}
         self._model = ""
+        self._sockets: set[socket.socket | None] = set()
 
     def stream(self, prompt: Sequence[int], *, output_tokens: int) -> Iterator[int]:
         """See `Door.stream`."""
@@ -81,6 +84,9 @@ class HttpDoor:
 
     def close(self) -> None:
         """See `Door.close`."""
+        for each in filter(None, list(self._sockets)):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # ends reads of other threads
 
     def _model_name(self) -> str:
         """Return the name of the model that is served; asked for once."""
@@ -92,7 +98,10 @@ class HttpDoor:
     def _events(self, method: str, path: str, body: str | None) -> Iterator[dict[str, Any]]:
         """Yield the JSON of each server-sent event, or of an answer that is no stream. Raises RequestError."""
         connection = self._connect()
+        connected: socket.socket | None = None
         try:
+            connection.connect()
+            self._sockets.add(connected := connection.sock)
             connection.request(method, path, body, self._headers)
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
@@ -102,6 +111,7 @@ class HttpDoor:
         except (OSError, http.client.HTTPException) as error:
             raise NotConnectedError(f"{self._address}: {error}", code="UNAVAILABLE") from error
         finally:
+            self._sockets.discard(connected)
             connection.close()
 
     def _connect(self) -> http.client.HTTPConnection:

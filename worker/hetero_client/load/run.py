@@ -77,13 +77,20 @@ def run_load(door: Door, plan: LoadPlan, *, clock: Callable[[], float] = time.mo
         sent_s = clock() - began_s
         return _ask(door, plan, number, due_s=sent_s if due_s is None else due_s, now=lambda: clock() - began_s)
 
-    with ThreadPoolExecutor(plan.num_threads) as pool:
-        futures = []
+    futures = []
+    pool = ThreadPoolExecutor(plan.num_threads)
+    try:
         for number, due_s in enumerate(plan.due_times()):
             if plan.rate:
                 time.sleep(max(0.0, due_s - (clock() - began_s)))
             futures.append(pool.submit(ask, number, due_s if plan.rate else None))
         return [future.result() for future in futures]
+    except KeyboardInterrupt:
+        pool.shutdown(wait=False, cancel_futures=True)
+        door.close()  # ends the streams, for which the interpreter would wait
+        raise
+    finally:
+        pool.shutdown()
 
 
 def _ask(door: Door, plan: LoadPlan, number: int, *, due_s: float, now: Callable[[], float]) -> Sample:

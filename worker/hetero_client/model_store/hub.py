@@ -163,7 +163,8 @@ def _download(
         ) from error
     try:
         info = _listing(key, token)
-        chosen = [*patterns, *(() if patterns == ADAPTER_PATTERNS else _gguf_patterns(key, info))]
+        names = [file.rfilename for file in info.siblings or ()] if info is not None else []
+        chosen = [escape(name) for name in wanted_files(key, names, patterns)] or list(patterns)
         before(info, chosen)
         snapshot = snapshot_download(
             key.name, revision=key.revision, cache_dir=cache_dir, token=token, allow_patterns=chosen,
@@ -206,10 +207,16 @@ def reporting_bar(work: str, report: Report) -> type[Any]:
     return Bar
 
 
-def _gguf_patterns(key: ModelKey, info: ModelInfo | None) -> list[str]:
-    """Return patterns of the files in GGUF that are to be fetched; none where the Hub cannot be asked."""
-    names = [file.rfilename for file in info.siblings or ()] if info is not None else []
-    return [escape(name) for name in gguf_of(key, names)] if names else []
+def wanted_files(key: ModelKey, names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """Return those of a repository's files that match a pattern, and those that are the model in GGUF.
+
+    No others in folders: there, and beside the model as consolidated*.safetensors, publishers repeat it in their own
+    format. Raises ModelStoreError.
+    """
+    found = [name for name in names if "/" not in name and any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if not {"model.safetensors", "model.safetensors.index.json"}.isdisjoint(found):
+        found = [name for name in found if not fnmatchcase(name, "consolidated*.safetensors")]
+    return [*found, *(gguf_of(key, names) if names and tuple(patterns) != ADAPTER_PATTERNS else ())]
 
 
 def _transport_error(errors: ModuleType) -> type[Exception]:

@@ -66,8 +66,11 @@ class Placement:
     @cached_property
     def cost_model(self) -> CostModel:
         """Model that predicts steps under this plan, or another, on this hardware."""
-        settings, deferral = self.settings, self.settings.spec.engine.expert_deferral
-        return CostModel(settings.config, self.hardware.levelled(), dtype=settings.dtype, expert_deferral=deferral)
+        settings, spec = self.settings, self.settings.spec
+        return CostModel(
+            settings.config, self.hardware.levelled(), dtype=settings.dtype, cache_dtype=spec.kv_cache_dtype_in_force,
+            expert_deferral=spec.engine.expert_deferral,
+        )  # fmt: skip
 
 
 DecidePlacement = Callable[[GroupSettings, PlacedRanks, ShardPlan | None], Placement]

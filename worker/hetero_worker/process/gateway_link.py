@@ -23,6 +23,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, NamedTuple
@@ -184,7 +185,8 @@ class GatewayLink:
 
         try:
             if self._cpus:
-                os.sched_setaffinity(0, self._cpus)
+                with suppress(OSError):  # the cpuset has changed meanwhile and allows none of them
+                    os.sched_setaffinity(0, self._cpus)
             ended = self._read_stream(deliver)
         except Exception as error:  # noqa: BLE001 — the thread's top: the main thread must know
             _log.exception("gateway=%s: the link failed", self._target)
