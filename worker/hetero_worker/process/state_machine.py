@@ -284,10 +284,12 @@ class WorkerStateMachine:
             order(arrival)
 
     def _limit_s(self, message: ranks_pb2.GatewayMessage) -> float:
-        command = message.step_plan.command
-        # With the cache the driver pins experts that are streamed.
-        loads = command.wake.weights or command.HasField("update_weights")
-        if loads or message.HasField("load_model") or message.HasField("allocate_cache"):
+        # Commands read and move weights; with the cache the driver pins experts that are streamed.
+        if (
+            message.step_plan.HasField("command")
+            or message.HasField("load_model")
+            or message.HasField("allocate_cache")
+        ):
             return LOAD_LIMIT_S
         return _limit_within(message.form_group) if message.HasField("form_group") else self._usual_limit_s
 

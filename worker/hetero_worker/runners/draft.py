@@ -106,8 +106,10 @@ class DraftModel:
         """Drop weights and cache."""
         self._cache = self._shard = None
 
-    def leave_weights(self) -> None:
-        """Let go of the rank's own weights, which others replace."""
+    def release(self, state: ModelState) -> None:
+        """Let go of the rank's own weights, which leave; drop this model's, too, if all go to sleep."""
+        if state.sleeping is not None:
+            self.drop()
 
     def drop_cache(self) -> None:
         """Drop the cache, with everything that is kept from step to step."""

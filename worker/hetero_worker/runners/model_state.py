@@ -7,7 +7,7 @@ a command is prepared beside it and then changes it at once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_api.sharding import ShardPlan
@@ -44,11 +44,15 @@ class SleepingWeights:
 
 
 class ModelState:
-    """Weights and cache of one rank; see the module. `progress` is told how far reading weights has come."""
+    """Weights and cache of one rank; see the module. `progress` is told how far reading weights has come.
 
-    def __init__(self, backend: DeviceBackend, progress: WorkProgress) -> None:
+    `on_leaving` is called before the weights leave their memory.
+    """
+
+    def __init__(self, backend: DeviceBackend, progress: WorkProgress, *, on_leaving: Callable[[], None]) -> None:
         self.backend = backend
         self.progress = progress
+        self._on_leaving = on_leaving
         self.shard: LoadedShard | None = None
         self.offloaded: OffloadedWeights | None = None
         """The shard's weights, while they sleep on the host: then the shard cannot be used."""
@@ -118,10 +122,12 @@ class ModelState:
 
     def drop_shard(self) -> None:
         """Drop the weights: they are read again when they are needed."""
+        self._on_leaving()
         self.shard = self.offloaded = None
 
     def offload(self, offloaded: OffloadedWeights) -> None:
         """Let the weights sleep on the host from now on."""
+        self._on_leaving()
         self.offloaded = offloaded
         offloaded.release()
 

@@ -69,7 +69,7 @@ class PlanRunner:
         self._measure = measure
         self._workspaces: dict[StepLimits, int | None] = {}
         self._exchange: Exchange | None = None
-        self._model_state = ModelState(backend, progress or WorkProgress())
+        self._model_state = ModelState(backend, progress or WorkProgress(), on_leaving=self._release_draft)
         self._draft_given = draft
         self._draft: DraftModel | None = None
         self.backend: Final = backend
@@ -127,8 +127,8 @@ class PlanRunner:
         shard, load_s = state.take_shard(), 0.0
         if shard is not None and not shard.serves(request):
             shard = None  # the old weights go before the new ones come
-        if shard is None and self._draft is not None:
-            self._draft.leave_weights()
+        if shard is None:
+            self._release_draft()
         request = self._load_draft(request)
         if shard is None:
             shard = load_shard(request, self.backend, progress=state.progress)
@@ -298,19 +298,18 @@ class PlanRunner:
         return step
 
     def _run_command(self, command: ranks_pb2.GroupCommand, exchange: Exchange) -> ranks_pb2.CommandReport:
-        # What goes must be gone before the command looks for room, and gives back what is free.
-        if self._draft is not None:
-            match command.WhichOneof("action"):
-                case "sleep":
-                    self._draft.drop()
-                case "reset_cache" | "wake":
-                    self._draft.drop_cache()
-                case "update_weights":
-                    self._draft.leave_weights()
+        replaces_cache = command.WhichOneof("action") in ("reset_cache", "sleep", "wake")
+        if self._draft is not None and replaces_cache:
+            self._draft.drop_cache()
         report = self._commands.run(command, exchange, self._times)
         if self._draft is not None:
             self._draft.follow(self._model_state)
         return report
+
+    def _release_draft(self) -> None:
+        """Have the draft model let go of the rank's weights, whose memory is given back next."""
+        if self._draft is not None:
+            self._draft.release(self._model_state)
 
     def _running_before(self, plan: ranks_pb2.StepPlan) -> RunningStep | None:
         """Return the running step, if there is one, and let the slots go on without its tokens."""

@@ -107,8 +107,8 @@ class PredictionHead(DraftModel):
         super().drop()
         self._target, self._states = None, _NO_STATES
 
-    def leave_weights(self) -> None:
-        """As DraftModel.leave_weights: its own come from the same files, and others are borrowed."""
+    def release(self, state: ModelState) -> None:  # noqa: ARG002 - its weights are from the same files, and borrowed
+        """As DraftModel.release."""
         self.drop()
 
     def _allocate(self, order: ranks_pb2.AllocateCache, state: ModelState) -> None:
