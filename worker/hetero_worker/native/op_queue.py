@@ -120,7 +120,7 @@ class OpQueue:
         self.team = team
         self._arena: Arena | CommonArena | None = None
         self._recorded: RecordedOps | None = None
-        self._scratch = np.empty(ALIGNMENT, dtype=np.uint8)
+        self.release_scratch()
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return a tensor of undefined content for an operation to write."""
@@ -143,6 +143,10 @@ class OpQueue:
         if self._recorded is not None and self._recorded.kept[-1] is not self._scratch:
             self._recorded.kept.append(self._scratch)
         return -(-self._scratch.ctypes.data // ALIGNMENT) * ALIGNMENT
+
+    def release_scratch(self) -> None:
+        """Free the scratch; recordings keep theirs."""
+        self._scratch = np.empty(ALIGNMENT, dtype=np.uint8)
 
     def submit(self, op: Any, *kept: object) -> None:
         """Run the operation. `kept`: everything that it points at, except memory of `empty` and `scratch`."""
