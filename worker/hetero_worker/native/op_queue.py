@@ -120,7 +120,7 @@ class OpQueue:
         self.team = team
         self._arena: Arena | CommonArena | None = None
         self._recorded: RecordedOps | None = None
-        self.release_scratch()
+        self._scratch = np.empty(ALIGNMENT, dtype=np.uint8)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return a tensor of undefined content for an operation to write."""
