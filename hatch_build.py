@@ -1,7 +1,8 @@
 """Builds the native libraries into the package, for wheels and for `pip install -e .`.
 
 Without a C compiler the package is built without them, pure Python. Ranks then exchange over Gloo and compute with
-torch's kernels. That is slower, so the topology says so and names the fix.
+torch's kernels. That is slower, so the topology says so and names the fix. If one library cannot be built, the package
+has the other.
 """
 
 from __future__ import annotations
@@ -26,14 +27,19 @@ class NativeBuildHook(BuildHookInterface):
         if self.target_name != "wheel":
             return
         native = _load(Path(self.root) / _BUILD_MODULE)
-        try:
-            libraries = [native.build_exchange(), native.build_compute()]
-        except native.BuildError as error:
-            self.app.display_warning(
-                f"The native libraries were not built ({error}). Ranks will exchange over Gloo and host "
-                f"cores compute with torch's kernels, slower. To fix it, install a C compiler and run `make native`, "
-                f"or python -m hetero_worker.native.build"
-            )
+        libraries = []
+        for build, otherwise in (
+            (native.build_exchange, "ranks will exchange over Gloo"),
+            (native.build_compute, "host cores will compute with torch's kernels"),
+        ):
+            try:
+                libraries.append(build())
+            except native.BuildError as error:
+                self.app.display_warning(
+                    f"A native library was not built ({error}): {otherwise}, slower. To fix it, install a C compiler "
+                    f"and run `make native`, or python -m hetero_worker.native.build"
+                )
+        if not libraries:
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{_platform_tag()}"

@@ -55,6 +55,12 @@ _ROUTER_BYTES: Final = 4
 """Routers compute in float32, and are kept as wide as they are stored, at most so."""
 CHOICES_AT_ONCE: Final = 4096
 """Tokens' choices of experts that a native operation computes at a time, at most."""
+THREAD_SCRATCH_BYTES: Final = 2 * 1024**2
+"""Bytes of a thread's sums and chunks of attention, in native kernels."""
+_ROWS_OF_THREAD: Final = 16
+"""Rows of a linear operation that each thread prepares for itself."""
+_EXPERT_ROWS_OF_THREAD: Final = 64
+"""Rows that a thread brings together for an expert."""
 ROUTER_TERMS_AT_ONCE: Final = 1 << 18
 """Products of a router that torch makes at a time, if one token has fewer."""
 _CAPPED_SCORES_AT_ONCE: Final = 3
@@ -132,6 +138,8 @@ class ModelMemory:
     """Widths in which the rank keeps weights that are stored so (KeptWeights); others are of `element_bytes`."""
     cache_element_bytes: int | None = None
     """Bytes of an element of the KV cache; None: `element_bytes`."""
+    threads: int = 0
+    """Threads of a rank on host cores, whose kernels take scratch; 0: it computes on a device."""
 
     # --- weights ----------------------------------------------------------------------------------------
 
@@ -379,11 +387,11 @@ class ModelMemory:
 
     def workspace_bytes(self, shard: RankShard) -> int:
         """Return the bytes of the largest step: an upper bound of what lives at once beside weights and cache."""
-        return self._common_step(shard) + max(self._halves(shard))
+        return self._common_step(shard) + max(self._halves(shard)) + self._scratch(shard, max)
 
     def summed_workspace_bytes(self, shard: RankShard) -> int:
         """No less than `workspace_bytes`, and linear in what is owned, once anything of its kind is."""
-        return self._common_step(shard) + sum(self._halves(shard))
+        return self._common_step(shard) + sum(self._halves(shard)) + self._scratch(shard, sum)
 
     def _common_step(self, shard: RankShard) -> int:
         """Return the bytes of both halves of a layer, and of the output head."""
@@ -396,6 +404,24 @@ class ModelMemory:
         rows, sparse = self.limits.max_num_batched_tokens, [s.mlp_columns.size for s in shard.layers if s.experts.size]
         experts = self.expert_step + max(sparse) * self._column_of(rows) if sparse else 0
         return _most_heads(shard) * self._head_of(rows), _most_columns(shard) * self._column_of(rows), experts
+
+    def _scratch(self, shard: RankShard, both: Callable[[tuple[int, int]], int]) -> int:
+        """Return the bytes of native kernels' scratch, which stays from one half of a layer to the next.
+
+        A linear operation keeps its inputs as float32, or in three bfloat16 terms, and float32 sums of narrow outputs.
+        """
+        config, threads = self.config, self.threads
+        if not threads:
+            return 0
+        inputs, sums = (FLOAT_BYTES, FLOAT_BYTES) if self.element_bytes < FLOAT_BYTES else (6, 0)
+        hidden, of_column = config.hidden_size, max(inputs, 2 * sums)
+        own = 0
+        if config.experts is not None and any(layer.experts.size for layer in shard.layers):
+            columns = max(config.experts.intermediate_size, config.shared_columns)
+            own = _EXPERT_ROWS_OF_THREAD * (hidden * (self.element_bytes + inputs) + columns * of_column)
+        halves = _most_heads(shard) * self._head_width * max(inputs, sums), _most_columns(shard) * of_column
+        rows = self.limits.max_num_batched_tokens + _ROWS_OF_THREAD * threads
+        return rows * (hidden * (inputs + sums) + both(halves)) + threads * (THREAD_SCRATCH_BYTES + own)
 
     def decode_bytes(self, shard: RankShard, rows: int) -> int:
         """Return the bytes of the layers of a step in which so many sequences decode: as `summed_workspace_bytes`,
@@ -422,16 +448,22 @@ class ModelMemory:
         """Return the bytes of one KV head of a layer: its queries, keys and values, thrice; or of the key heads of the
         gated delta rule that are dealt with it.
         """
-        config, latent = self.config, self.config.latent
+        latent = self.config.latent
         if latent is None:
-            width = self._most(
-                lambda config: (
-                    ((1 + config.gated_attention) * config.group_size + 2 * config.kv_heads_a_unit) * config.head_dim
-                )
-            )
-            attention = (4 if config.value_norm else 3) * rows * width * self.element_bytes
+            attention = (4 if self.config.value_norm else 3) * rows * self._head_width * self.element_bytes
             return max(attention, self._delta_of(rows))
         return rows * (3 * latent.query_dim + 3 * latent.cached_dim + 2 * latent.value_dim) * self.element_bytes
+
+    @property
+    def _head_width(self) -> int:
+        """Return the most outputs, or inputs, of a projection of one KV head, or of a head of latent attention."""
+        if (latent := self.config.latent) is not None:
+            return max(latent.query_dim, latent.value_dim)
+        return self._most(
+            lambda config: (
+                ((1 + config.gated_attention) * config.group_size + 2 * config.kv_heads_a_unit) * config.head_dim
+            )
+        )
 
     def _most(self, elements: Callable[[ModelConfig], int]) -> int:
         """Return the most of what layers have."""

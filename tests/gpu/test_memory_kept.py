@@ -75,6 +75,7 @@ def request_06b(gpu: CudaBackend) -> LoadRequest:
         memory_bytes=gpu.memory_bytes,
         memory_utilization=SHARE,
         open_weights=MadeWeights,
+        num_gpu_ranks=1,
     )
 
 

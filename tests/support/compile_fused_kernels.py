@@ -53,6 +53,8 @@ def compile_all(dtype: torch.dtype) -> None:
     each_head = {**HEADS, "over_all_heads": False, "mean_squares": None}
     compile_kernel(rotary._rotate, types, {**each_head, "norms": True})
     compile_kernel(rotary._rotate, types, {**each_head, "norms": False, "weights": None})
+    halves = {**types, "keys": "*fp16", "values": "*fp16"}
+    compile_kernel(rotary._rotate, halves, {**each_head, "norms": False, "weights": None})
     compile_kernel(rotary._rotate, {**types, "mean_squares": "*fp32"}, {**HEADS, "norms": True, "over_all_heads": True})
     adapters = {**types, "numbers": "*i64", "table": "*i64", "blocks": "*i32", "products": "*fp32", "rows": "i32"}
     tiles = {"parts": 3, "most_rank": 16, "tile_rows": 16, "tile_ranks": 16}

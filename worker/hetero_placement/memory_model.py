@@ -94,12 +94,12 @@ class MemoryModel:
         )
         self._num_hosts = len(hardware.ranks) - hardware.num_gpu_ranks
         self._draft = None if bounds.draft is None else replace(self._memory, config=bounds.draft)
-        self._units: dict[tuple[bool, frozenset[int]], UnitBytes] = {}
+        self._units: dict[tuple[int, frozenset[int]], UnitBytes] = {}
         self._beside: dict[tuple[int, ...], float] = {}
 
     def units(self, rank: int) -> UnitBytes:
         """Return the bytes of a unit on this rank."""
-        key = self._is_gpu(rank), self.hardware.ranks[rank].weight_bits
+        key = self._threads(rank), self.hardware.ranks[rank].weight_bits
         if key not in self._units:
             self._units[key] = self._units_of(rank)
         return self._units[key]
@@ -147,7 +147,7 @@ class MemoryModel:
         if self._draft is None or rank != 0:
             return own
         draft, whole, is_gpu = self._draft, ShardPlan.whole(self._draft.config).ranks[0], self._is_gpu(rank)
-        memory = replace(draft, weight_bits=self.hardware.ranks[rank].weight_bits)
+        memory = replace(draft, weight_bits=self.hardware.ranks[rank].weight_bits, threads=self._threads(rank))
         weights = memory.weight_parts(whole, packs_head=not is_gpu)
         rows = self._config.vocab_size
         borrows = draft.config.follows_states and shard.embedding_rows.size == shard.head_rows.size == rows
@@ -156,12 +156,13 @@ class MemoryModel:
             own,
             weights=own.weights + weights.total - (weights.vocabulary if borrows else 0),
             cache=own.cache + cached * draft.kv_cost(whole).cache_bytes,
-            workspace=own.workspace + draft.workspace_bytes(whole),
+            workspace=own.workspace + memory.workspace_bytes(whole),
             graphs=own.graphs + (GraphMemory.of(draft, whole, self._sizes, num_host_ranks=0).total if is_gpu else 0),
         )
 
     def _taken_by_shard(self, rank: int, shard: RankShard) -> Need:
-        memory, is_gpu, hardware = self._memory, self._is_gpu(rank), self.hardware.ranks[rank]
+        is_gpu, hardware = self._is_gpu(rank), self.hardware.ranks[rank]
+        memory = replace(self._memory, threads=self._threads(rank))
         assumed = ASSUMED_GPU_RUNTIME_BYTES if is_gpu else RUNTIME_BYTES
         measured = hardware.runtime_bytes + RUNTIME_GROWTH_BYTES if is_gpu else hardware.runtime_bytes
         gathered = hardware.gather_bytes if shard.kv_heads_total else 0
@@ -309,6 +310,10 @@ class MemoryModel:
 
     def _is_gpu(self, rank: int) -> bool:
         return self.hardware.ranks[rank].is_gpu
+
+    def _threads(self, rank: int) -> int:
+        """Return the threads of a rank on host cores; 0 for a GPU's."""
+        return 0 if self._is_gpu(rank) else self.hardware.ranks[rank].cores
 
 
 def _gb(size_bytes: float) -> str:

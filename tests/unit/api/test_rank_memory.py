@@ -10,6 +10,9 @@ from hetero_api.model_config import ModelConfig, RopeConfig
 from hetero_api.model_parts import ExpertsConfig, SlidingAttention
 from hetero_api.rank_memory import CHOICES_AT_ONCE, KvCost, ModelMemory, StepLimits, with_margin
 from hetero_api.sharding import LayerShard, RankShard, UnitRange
+from hetero_worker.native.compute_library import BF16, F4, F8, F16, F32, I4, I8, experts_op, ffi, linear_op
+from hetero_worker.native.loading import address_of
+from tests.support.native_compute import compute_library
 
 pytestmark = pytest.mark.unit
 
@@ -85,6 +88,36 @@ def test_workspace_bounds_what_experts_and_capped_scores_take() -> None:
     heads, capped = part((4, 4), 128, 256), dataclasses.replace(CONFIG, attention_soft_cap=50.0)
     difference = memory(capped).workspace_bytes(heads) - memory().workspace_bytes(heads)
     assert difference == 3 * 4 * CONFIG.group_size * LIMITS.max_num_batched_tokens * LIMITS.max_model_len
+
+
+@pytest.mark.parametrize("threads", [1, 56])
+@pytest.mark.parametrize("rows", [8, 200, 8192])
+@pytest.mark.parametrize(("element_bytes", "type_"), [(4, F32), (2, BF16)], ids=["float32", "bfloat16"])
+def test_workspace_bounds_the_scratch_of_native_kernels(
+    element_bytes: int, type_: int, rows: int, threads: int
+) -> None:
+    """Of products, whatever a weight is stored as, beside what they return; and of experts."""
+    hidden, columns, width = 8192, 28_672, 2048
+    config = dataclasses.replace(CONFIG, hidden_size=hidden, head_dim=128, num_heads=64, num_kv_heads=8)
+    limits = StepLimits(rows, max_num_seqs=1, max_model_len=rows)
+    scratch_bytes = compute_library().functions.hc_scratch_bytes
+    for dense in (True, False):
+        experts = None if dense else ExpertsConfig(256, 8, width, layers=(0, 1))
+        counted = ModelMemory(dataclasses.replace(config, experts=experts), limits, element_bytes, threads=threads)
+        shard = part((8, 8), columns if dense else 0, 0, experts=0 if dense else 256)
+        bound = counted.workspace_bytes(shard)
+        if not dense:
+            op = experts_op(rows, type_, 0, 0, 0, hidden, width, 0, 256, 8)
+            assert rows * hidden * 3 * element_bytes + scratch_bytes(address_of(op), threads) <= bound
+            continue
+        attention, mlp = 10_240 + 8192, 3 * columns
+        for out, in_, alive in ((10_240, hidden, attention), (hidden, 8192, attention), (2 * columns, hidden, mlp),
+                                (hidden, columns, mlp)):  # fmt: skip
+            for kind, group in ((F32, 0), (BF16, 0), (F16, 0), (F8, 32), (I8, 0), (I8, 16), (I4, 32), (F4, 32)):
+                weight = ffi.new("hc_weight *", (kind, out, in_, group))
+                op = linear_op(rows, address_of(weight), type_, type_, 0, in_, 0, 0, out)
+                taken = scratch_bytes(address_of(op), threads) + rows * (3 * hidden + alive) * element_bytes
+                assert taken <= bound, (out, in_, kind, group)
 
 
 def test_a_rank_counts_the_wider_half_and_a_sum_of_units_counts_both() -> None:

@@ -159,6 +159,18 @@ def test_keys_and_values_are_written_where_torch_writes_them(
     assert not caches[0].keys[untouched].any()
 
 
+def test_a_cache_of_float16_keeps_its_largest_number_for_larger_ones() -> None:
+    heads = heads_of((2, 4, 2, 16), torch.float32, with_norms=False)
+    heads.qkv[0] *= 1e6
+    heads.qkv[1, -1, 0] = torch.nan
+    caches = [LayerCache(torch.zeros(24, 2, 16).half(), torch.zeros(24, 2, 16).half(), 4) for _ in range(2)]
+    for ops, cache in zip((OPS, PLAIN_OPS), caches, strict=True):
+        heads.written_by(ops, cache)
+        assert float(cache.keys.abs().max()) == 65504.0
+        assert int(cache.values.isnan().sum()) == 1
+        assert not cache.values.isinf().any()
+
+
 def test_head_norms_of_a_wider_type_give_the_projections() -> None:
     heads = heads_of((2, 4, 2, 16), torch.bfloat16, with_norms=False)
     heads.norms = HeadWeights(1 + randn(6, 16) / 1000, 0.5)

@@ -78,6 +78,9 @@ def test_keys_are_cached_in_the_caches_type(dtype: torch.dtype, cached: torch.dt
         ]
         assert torch.equal(out[0][:, :, step.rank :], out[1][:, :, step.rank :])
         torch.testing.assert_close(narrow.float(), as_computed, rtol=2**-8, atol=1e-6)
+        wide = LatentNorm(step.norm.weight * 1e6, EPS)
+        ops.rotate_latent(step.query, step.compressed, step.rotation, wide, LatentWrite(narrow, step.slots))
+        assert not narrow.isinf().any()
 
 
 @each_type

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from annotated_types import Le
 
+from hetero_api.spec_pools import CpuSpec
+from hetero_worker.native.build import COMPUTE_HEADER
 from hetero_worker.native.compute_library import ffi, pick_op
 from hetero_worker.native.loading import address_of
 from hetero_worker.native.team import NativeTeam
@@ -137,6 +141,15 @@ def test_threads_are_where_they_are_told_to_be_and_end_with_the_team() -> None:
     del team
     gc.collect()
     assert eventually(lambda: not own & threads_of_this_process())
+
+
+def test_a_team_may_be_as_large_as_the_resource_allows() -> None:
+    most = re.search(r"#define HC_MAX_MEMBERS (\d+)", COMPUTE_HEADER.read_text(encoding="utf-8"))
+    [limit] = [each.le for each in CpuSpec.model_fields["cores_per_rank"].metadata if isinstance(each, Le)]
+    assert most is not None
+    assert int(most[1]) == limit
+    with pytest.raises(OSError, match=f"a team of {int(most[1]) + 1} threads"):
+        NativeTeam(compute_library(), int(most[1]) + 1)
 
 
 def test_a_team_that_cannot_be_had_says_so() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_api.rank_memory import KvCost
+from hetero_api.rank_memory import LOGITS_AT_ONCE, KvCost, with_margin
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.backends.cpu import cpu_backend
 from hetero_worker.errors import MemoryBudgetError
@@ -20,6 +20,7 @@ from hetero_worker.models.decoder import Decoder, DecoderInput
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.plan_runner import PlanRunner
 from hetero_worker.runners.profile_run import measure_workspace
+from hetero_worker.runners.shard import memory_of
 from tests.support.rank_group import RankGroup, Shares
 from tests.support.tiny_checkpoints import save_tiny
 
@@ -135,6 +136,24 @@ def test_the_largest_step_is_measured(directory: Path) -> None:
     )
     assert fewer is not None
     assert fewer < measured - gate_and_up / 2
+
+
+def test_the_scratch_of_native_kernels_is_measured_each_time(directory: Path) -> None:
+    """A process that loads twice has it already. It stays: the MLP of a layer begins with what that of the layer before
+    ended with, beside its own gates, ups, and products of both.
+    """
+    request, group = given(directory, WIDE, tokens=1024)
+    runner = PlanRunner(cpu_backend(), measure=Meter(MIB))
+    runner.attach(group.exchanges[0])
+    runner.load(dataclasses.replace(request, memory_bytes=1 << 31))
+    shard = runner._model_state.shard
+    assert shard is not None
+    first, second = (measure_workspace(shard.decoder, request, HostMemoryPool()) for _ in range(2))
+    assert first is not None
+    assert second == pytest.approx(first, rel=0.1)
+    assert first > with_margin(4 * 1024 * 8192 * 4)
+    sampler = (LOGITS_AT_ONCE - 1) * memory_of(request).logits_bytes(request.shard_plan.ranks[0])
+    assert first < with_margin(memory_of(request).workspace_bytes(request.shard_plan.ranks[0]) - sampler) + sampler
 
 
 def test_a_rank_measures_without_its_peers(directory: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from hetero_worker.distributed.exchange import sum_in_order
 from hetero_worker.distributed.native_exchange import ffi, load
 from hetero_worker.native import build as building
-from hetero_worker.native.build import EXCHANGE_SOURCE, BuildError, build_exchange, find_compiler
+from hetero_worker.native.build import EXCHANGE_SOURCE, BuildError, build_compute, build_exchange, find_compiler
 from hetero_worker.native.loading import address_of
 from tests.support.shm_threads import native_library
 
@@ -130,6 +130,12 @@ def test_a_source_that_does_not_compile_leaves_the_old_library(tmp_path: Path) -
     with pytest.raises(BuildError, match=r"exchange\.c:1"):
         build_exchange(target, source=source)
     assert target.read_bytes() == b"the old one"
+
+
+def test_a_folder_that_takes_no_library_is_named(tmp_path: Path) -> None:
+    for build in (build_exchange, build_compute):
+        with pytest.raises(BuildError, match=r"absent takes no new file: .*No such file"):
+            build(tmp_path / "absent" / "library.so")
 
 
 @pytest.mark.parametrize("compiler", ["gcc", "clang", "aarch64-linux-gnu-gcc"])

@@ -24,6 +24,19 @@ def test_a_rank_is_there_until_it_leaves(tmp_path: Path) -> None:
         segment.leave()
 
 
+def test_a_rank_that_has_left_may_still_ask_who_is_there(tmp_path: Path) -> None:
+    """One thread may leave while another is about to ask."""
+    first, second = segments(tmp_path, SegmentLayout(2, PAGE))
+    first.leave()
+    assert first.absent((1,)) == ()
+    second.leave()
+    assert first.absent((1,)) == (1,)
+    descriptor = Path(f"/proc/self/fd/{first.fd}")
+    assert descriptor.exists()
+    del first
+    assert not descriptor.exists()
+
+
 def test_two_mappings_cannot_be_the_same_rank(tmp_path: Path) -> None:
     layout = SegmentLayout(2, PAGE)
     first = ShmSegment.create("segment", layout, folder=tmp_path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -19,7 +21,7 @@ import torch
 from hetero_worker.distributed.native_ends import NativeExchange
 from hetero_worker.distributed.rendezvous import StoreListener, Wait, parse_address
 from hetero_worker.distributed.routes import NO_ROUTES, Link, Routes
-from hetero_worker.distributed.tcp.connecting import STRANGERS, Door, Wire, wires_of
+from hetero_worker.distributed.tcp.connecting import CONTROL, STRANGERS, Door, Wire, wires_of
 from hetero_worker.distributed.tcp.exchange import TcpExchange
 from hetero_worker.errors import ExchangeAborted, ExchangeTimeout
 from tests.support.shm_threads import native_library, on_every_rank
@@ -209,6 +211,23 @@ def test_an_abort_ends_the_waiting() -> None:
             group.wires.result(2.0)
 
 
+def no_files(*_: object, **__: object) -> None:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_a_process_that_may_open_no_more_files_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that a rank did not come."""
+    with forming() as group, group.call():
+        monkeypatch.setattr(socket.socket, "accept", no_files)
+        with group.call(), pytest.raises(OSError, match="Too many open files"):
+            group.wires.result(5.0)
+    monkeypatch.setattr(socket, "create_connection", no_files)
+    listener = StoreListener(HOST)
+    address = listener.open()
+    with pytest.raises(OSError, match="Too many open files"):
+        door(1).connect(listener, [replace(wire, peer=0) for wire in WIRES], [address])
+
+
 def test_all_lengths_from_a_byte_to_eight_megabytes_are_summed(tmp_path: Path) -> None:
     """Much longer than any buffer, and both ways at once."""
 
@@ -284,6 +303,52 @@ def test_connections_close_with_the_last_that_can_use_them() -> None:
         assert all(_is_open(descriptor) for descriptor in of_rank.values())
         del call
         assert not any(_is_open(descriptor) for descriptor in of_rank.values())
+
+
+def test_what_an_abort_says_is_said_before_the_rank_leaves(tmp_path: Path) -> None:
+    """Or the others would take it for lost."""
+    with exchanges(tmp_path) as ranks, ThreadPoolExecutor(3) as pool:
+        in_abort = threading.Event()
+
+        class Slow:
+            """The library, in which an abort takes its time."""
+
+            def __getattr__(self, name: str) -> object:
+                return getattr(native_library(), name)
+
+            def hx_tcp_end(self, *arguments: object) -> None:
+                in_abort.set()
+                time.sleep(0.3)
+                native_library().hx_tcp_end(*arguments)
+
+        ranks[1]._native_rank.library = Slow()
+        waiting = pool.submit(ranks[0].all_reduce, torch.ones(1), (0, 1))
+        aborting = pool.submit(ranks[1].abort)
+        assert in_abort.wait(5.0)
+        ranks[1].close()
+        aborting.result(5.0)
+        with pytest.raises(ExchangeAborted, match="the epoch was aborted"):
+            waiting.result(5.0)
+
+
+def test_a_signal_does_not_keep_a_rank_from_the_last_word_of_another(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        with exchanges(tmp_path) as ranks, ThreadPoolExecutor(1) as pool:
+            thread = pool.submit(threading.get_ident).result(5.0)
+            waiting = pool.submit(ranks[0].all_reduce, torch.ones(1), (0, 1))
+            for wire, descriptor in ranks[1]._native_rank.wires.items():  # type: ignore[attr-defined]
+                if wire.purpose != CONTROL:
+                    with socket.socket(fileno=os.dup(descriptor)) as shut:
+                        shut.shutdown(socket.SHUT_RDWR)
+            time.sleep(0.2)  # it waits for that word now
+            signal.pthread_kill(thread, signal.SIGUSR1)
+            time.sleep(0.1)
+            ranks[1].abort()
+            with pytest.raises(ExchangeAborted, match="the epoch was aborted"):
+                waiting.result(5.0)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def _is_open(descriptor: int) -> bool:

@@ -69,5 +69,13 @@ class LayerCache:
 
     def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put [tokens, kv_heads, head_dim] at int64 [tokens] slots, in the cache's type."""
-        self.keys.index_copy_(0, slots, key.to(self.keys.dtype))
-        self.values.index_copy_(0, slots, value.to(self.values.dtype))
+        self.keys.index_copy_(0, slots, as_cached(key, self.keys.dtype))
+        self.values.index_copy_(0, slots, as_cached(value, self.values.dtype))
+
+
+def as_cached(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return numbers in the cache's type. float16 becomes its largest number, not infinite: tokens that a row does not
+    see are multiplied by 0.
+    """
+    most = torch.finfo(torch.float16).max
+    return x.to(dtype).clamp(-most, most) if dtype == torch.float16 else x.to(dtype)

@@ -39,6 +39,10 @@ class NativePagedAttention(AttentionBackend):
         """The name that reports give."""
         return f"paged-native ({self._op_queue.team.library.isa})"
 
+    def release(self) -> None:
+        """Free the scratch, which all operations of the rank share."""
+        self._op_queue.release_scratch()
+
     def begin(self, batch: AttentionBatch) -> StepAttention:
         """Return the step's attention. Raises ValueError for lengths or tables that are not contiguous."""
         return _NativeStep(batch, self._op_queue)

@@ -13,6 +13,7 @@ One thread makes all calls; only `abort` and `close` may come from another.
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -350,6 +351,22 @@ class NativeExchange(GroupedExchange):
         self._native_rank = rank
         self._sources = sources
         self._receivers = receivers
+        self._lock = threading.Lock()
+        """Held by who ends the exchange: what `abort` says to all is said before `close` leaves."""
+        self._closed = False
+
+    def abort(self) -> None:
+        """End the exchange for all ranks: blocked and later calls raise ExchangeAborted. No effect once closed."""
+        with self._lock:
+            if not self._closed:
+                self._native_rank.abort()
+
+    def close(self) -> None:
+        """Leave: later calls raise, and a rank that still waits for this one learns that it left. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._native_rank.close()
 
     @property
     def traffic(self) -> Traffic:

@@ -95,12 +95,23 @@ static inline struct timespec timespec_of(uint64_t ns)
     return (struct timespec){.tv_sec = (time_t)(ns / 1000000000u), .tv_nsec = (long)(ns % 1000000000u)};
 }
 
+/* Whether a control says something soon. A signal ends no wait. */
+static int has_last_word(int control)
+{
+    struct pollfd polled = {.fd = control, .events = POLLIN};
+    uint64_t time_ns = now_ns(), until_ns = time_ns + LAST_WORD_NS;
+    int found;
+    do {
+        struct timespec time = timespec_of(until_ns - time_ns);
+        found = ppoll(&polled, 1, &time, NULL);
+    } while (found < 0 && errno == EINTR && (time_ns = now_ns()) < until_ns);
+    return found > 0;
+}
+
 /* Ends the exchange because a connection to this rank is at its end: with its last word, if it left one. */
 static int lose(hx_tcp_rank *rank, uint64_t peer)
 {
-    struct pollfd control = {.fd = rank->controls[peer], .events = POLLIN};
-    struct timespec time = timespec_of(LAST_WORD_NS);
-    if (!ended(rank) && !(rank->deaf >> peer & 1) && ppoll(&control, 1, &time, NULL) > 0)
+    if (!ended(rank) && !(rank->deaf >> peer & 1) && has_last_word(rank->controls[peer]))
         hear(rank, peer);
     if (!ended(rank))
         hx_tcp_end(rank, HX_FIRST_LOST + peer);

@@ -5,7 +5,6 @@ another."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -68,8 +67,6 @@ class ShmExchange(NativeExchange):
         rounds = {at.ranks: ShmRounds(state, at) for at in segment.layout.rounds() if rank in at.ranks}
         super().__init__(state, rounds, sources=self.sources, receivers=self.receivers)
         self.link_bytes = LINK_DEPTH * segment.layout.area_bytes
-        self._lock = threading.Lock()
-        self._closed = False
 
     def pin(self, pins: HostPins) -> str:
         """Let a device copy from and to the segment until `close`. Return why it cannot; empty if it can."""
@@ -78,17 +75,3 @@ class ShmExchange(NativeExchange):
     def while_waiting(self, action: Callable[[], None]) -> None:
         """Have `action` called each time that this rank has waited for long, until `close`."""
         self._state.while_waiting = action
-
-    def abort(self) -> None:
-        """End the exchange for all ranks: blocked and later calls raise ExchangeAborted. No effect once closed."""
-        with self._lock:
-            if not self._closed:
-                self._state.abort()
-
-    def close(self) -> None:
-        """Leave the segment: later calls raise, and a rank that still waits for this one learns that it left."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._state.close()
-                self._segment.leave()

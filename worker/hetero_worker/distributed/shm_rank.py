@@ -37,6 +37,11 @@ class ShmRank(NativeRank):
         """End the exchange for all ranks. From any thread; never blocks."""
         self._end(ABORTED)
 
+    def close(self) -> None:
+        """End the exchange for this rank, and leave the segment. Call once, from any thread."""
+        super().close()
+        self.segment.leave()
+
     def _end_word(self) -> int:
         return self._words[0]
 

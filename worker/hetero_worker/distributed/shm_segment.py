@@ -35,6 +35,7 @@ import mmap
 import os
 import re
 import struct
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,7 +214,9 @@ class ShmSegment:
         for begin, length in layout.written_by(rank):
             os.posix_fallocate(fd, begin, length)
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0))
-        return cls(path, layout, rank, mmap.mmap(fd, layout.total_bytes), fd)
+        memory = mmap.mmap(fd, layout.total_bytes)
+        weakref.finalize(memory, os.close, fd).atexit = False
+        return cls(path, layout, rank, memory, fd)
 
     def pin(self, pins: HostPins) -> str:
         """Let a device copy from and to the segment until `leave`. Return why it cannot; empty if it can."""
@@ -223,9 +226,11 @@ class ShmSegment:
         return problem
 
     def leave(self) -> None:
-        """Release the lock: peers that wait for this rank find it gone. Call once; the memory stays mapped."""
+        """Release the lock: peers that wait for this rank find it gone. Call once, from any thread.
+
+        Memory and descriptor stay until nothing can use them any more.
+        """
         fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, self.rank, 1, 0))
-        os.close(self.fd)
         while self._pinned:
             self._pinned.pop().unpin(self._address)
 

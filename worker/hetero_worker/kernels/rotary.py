@@ -17,6 +17,14 @@ _TILE_ELEMENTS: Final = 512
 """Elements of one program in each half of its heads."""
 
 
+@triton.jit
+def _as_cached(x, place):  # type: ignore[no-untyped-def]
+    """Return what a cache keeps: float16 becomes its largest number, not infinite."""
+    if place.dtype.element_ty == tl.float16:
+        x = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
+    return x
+
+
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _rotate(  # type: ignore[no-untyped-def]
     qkv,
@@ -75,12 +83,12 @@ def _rotate(  # type: ignore[no-untyped-def]
     slot = tl.load(slots + token) * (num_kv_heads * head_dim)
     is_key = rotates & (head >= num_heads)[:, None]
     key_place = keys + slot + within_heads - num_heads * head_dim
-    tl.store(key_place, rotated_x, mask=is_key)
-    tl.store(key_place + half, rotated_y, mask=is_key)
+    tl.store(key_place, _as_cached(rotated_x, key_place), mask=is_key)
+    tl.store(key_place + half, _as_cached(rotated_y, key_place), mask=is_key)
     is_value = exists & (head >= first_value)[:, None]
     value_place = values + slot + within_heads - first_value * head_dim
-    tl.store(value_place, left, mask=is_value)
-    tl.store(value_place + half, right, mask=is_value)
+    tl.store(value_place, _as_cached(left, value_place), mask=is_value)
+    tl.store(value_place + half, _as_cached(right, value_place), mask=is_value)
 
 
 class HeadNorms(NamedTuple):

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from hetero_api.model_parts import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from hetero_worker.attention.base import StepAttention
 from hetero_worker.attention.delta_rule import DeltaInputs, DeltaWeights, gated_delta_rule
-from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.attention.kv_cache import LayerCache, as_cached
 from hetero_worker.distributed.exchange import sum_in_order
 from hetero_worker.kernels.expert_choice import RouterWeights, choose, router_logits
 from hetero_worker.layers.rotary import Rotation
@@ -239,7 +239,7 @@ class TorchOps(ABC):
         rotated = self.rotate(by_head, rotation, num_heads=heads, norms=None)
         latent = self.rms_norm(compressed[:, :rank].contiguous(), norm.weight, norm.eps)
         keys = torch.cat([latent.unsqueeze(1), rotated.key], dim=2)
-        write.keys.index_copy_(0, write.slots, keys.to(write.keys.dtype))
+        write.keys.index_copy_(0, write.slots, as_cached(keys, write.keys.dtype))
         out = query.new_empty(tokens, heads, rank + rope)
         out[:, :, rank:] = rotated.query
         return out

@@ -19,8 +19,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -84,13 +85,13 @@ def source_digest(sources: Sequence[Path]) -> str:
 
 
 def exchange_sources(source: Path = EXCHANGE_SOURCE) -> tuple[Path, ...]:
-    """Return all source files of the exchange, of which `source` is its main one."""
-    return EXCHANGE_HEADER, EXCHANGE_FOLDER / "native_waits.h", source, TCP_SOURCE
+    """Return all files that the exchange is made from, of which `source` is its main one; this one has the flags."""
+    return Path(__file__), EXCHANGE_HEADER, EXCHANGE_FOLDER / "native_waits.h", source, TCP_SOURCE
 
 
 def compute_sources(folder: Path = COMPUTE_FOLDER) -> list[Path]:
-    """Return all source files of the compute library, sorted."""
-    return sorted([*folder.glob("*.h"), *folder.glob("*.c")])
+    """Return all files that the compute library is made from; this one has the flags."""
+    return [Path(__file__), *sorted([*folder.glob("*.h"), *folder.glob("*.c")])]
 
 
 def find_compiler() -> list[str]:
@@ -107,12 +108,10 @@ def build_exchange(
 ) -> Path:
     """Compile the exchange and return the library. A process that has loaded an old one keeps it. Raises BuildError."""
     compiler = find_compiler()
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
-        made = Path(folder) / target.name
+    with _replacing(target) as made:
         defined = f'-DHX_SOURCE="{source_digest(exchange_sources(source))}"'
         sources = str(source), str(TCP_SOURCE)
         _run([*compiler, *FLAGS, *flags, defined, f"-I{EXCHANGE_FOLDER}", "-shared", "-o", str(made), *sources])
-        os.replace(made, target)
     return target
 
 
@@ -120,19 +119,28 @@ def build_compute(target: Path = COMPUTE_LIBRARY, *, folder: Path = COMPUTE_FOLD
     """Compile the compute library, as `build_exchange`."""
     compiler = find_compiler()
     base = (*FLAGS, *flags, f'-DHC_SOURCE="{source_digest(compute_sources(folder))}"', f"-I{folder}")
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as work:
+    with _replacing(target) as made:
         units = _compute_units(folder, compiler)
-        objects = [Path(work) / f"{unit.name}.o" for unit in units]
+        objects = [made.parent / f"{unit.name}.o" for unit in units]
 
         def compile_unit(unit: _Unit, made: Path) -> None:
             _run([*compiler, *base, *unit.flags, "-c", "-o", str(made), str(unit.source)])
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             list(pool.map(compile_unit, units, objects))
-        made = Path(work) / target.name
         _run([*compiler, *flags, "-shared", "-pthread", "-o", str(made), *map(str, objects), "-lm"])
-        os.replace(made, target)
     return target
+
+
+@contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """Yield a path in an empty folder; the file that is then there takes the target's place. Raises BuildError."""
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
+            yield (made := Path(folder) / target.name)
+            os.replace(made, target)
+    except OSError as error:
+        raise BuildError(f"{target.parent} takes no new file: {error}") from error
 
 
 def _compute_units(folder: Path, compiler: Sequence[str]) -> list[_Unit]:
@@ -142,15 +150,27 @@ def _compute_units(folder: Path, compiler: Sequence[str]) -> list[_Unit]:
     machine = _run([*compiler, "-dumpmachine"]).partition("-")[0]
     isas = {"x86_64": _X86_INSTRUCTION_SETS, "aarch64": _ARM_INSTRUCTION_SETS}.get(machine, _GENERIC)
     compiled = [(kernels, isas), (tiles, _X86_TILES if machine == "x86_64" else {})]
+    unknown = {isa for _, sets in compiled for isa, flags in sets.items() if not _knows(compiler, flags)}
+    if unknown:
+        print(f"there are no kernels for {', '.join(sorted(unknown))}: {compiler[0]} is too old", file=sys.stderr)
     return [
         *(_Unit(folder / name, Path(name).stem, ()) for name in _ONCE),
         *(
             _Unit(source, f"{source.stem}-{isa}", (*_kernel_flags(source), *flags, f"-DHC_ISA={isa}"))
             for sources, sets in compiled
             for isa, flags in sets.items()
+            if isa not in unknown
             for source in sources
         ),
     ]
+
+
+def _knows(compiler: Sequence[str], flags: tuple[str, ...]) -> bool:
+    try:
+        _run([*compiler, *flags, "-fsyntax-only", "-xc", os.devnull])
+    except BuildError:
+        return False
+    return True
 
 
 def _kernel_flags(source: Path) -> tuple[str, ...]:

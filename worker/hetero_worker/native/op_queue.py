@@ -144,6 +144,10 @@ class OpQueue:
             self._recorded.kept.append(self._scratch)
         return -(-self._scratch.ctypes.data // ALIGNMENT) * ALIGNMENT
 
+    def release_scratch(self) -> None:
+        """Free the scratch; recordings keep theirs."""
+        self._scratch = np.empty(ALIGNMENT, dtype=np.uint8)
+
     def submit(self, op: Any, *kept: object) -> None:
         """Run the operation. `kept`: everything that it points at, except memory of `empty` and `scratch`."""
         self.team.run_one(op)

@@ -160,6 +160,7 @@ class DraftModel:
             open_weights=self._open_weights,
             kv_cache_dtype=request.kv_cache_dtype,
             async_steps=False,
+            num_gpu_ranks=request.num_gpu_ranks,
         )
 
     # --- proposals --------------------------------------------------------------------------------------

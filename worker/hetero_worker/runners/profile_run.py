@@ -1,10 +1,10 @@
-"""Profile run: the largest step, made once to measure what it takes beside weights and cache.
+"""Profile run: the largest step, made to measure what it takes beside weights and cache.
 
 It has the most tokens, as the continuation of sequences as long as can be, and logits of as many rows as can be wanted
 at a time. It runs alone, on a scratch cache, with no peers (`LoopbackExchange`), and through one layer of each kind
-only, for layers take their memory one after another. Its peak comes from the host's kernel or the device's allocator
-(`MemoryPool`), after the allocator has given back what it keeps. A margin comes on top, and the sampler's memory, which
-is computed.
+only, for layers take their memory one after another. It is made twice: native kernels' scratch stays from one layer to
+the next. Its peak comes from the host's kernel or the device's allocator (`MemoryPool`), after the allocator has given
+back what it keeps. A margin comes on top, and the sampler's memory, which is computed.
 
 The loopback exchange also serves the probe and `checksum`, a small step that shows whether weights compute the same.
 """
@@ -73,12 +73,14 @@ def _growth(decoder: Decoder, request: LoadRequest, pool: MemoryPool) -> int | N
     limits = limits_of(request)
     caches = _scratch_caches(decoder, limits.max_model_len, pool)
     step = _largest_step(limits, vocab_size=request.config.vocab_size, device=decoder.device)
+    decoder.release_buffers()
     pool.release_unused()
     if not pool.begin_peak():
         return None
     with torch.inference_mode():
-        hidden = decoder.hidden(step, caches=caches, exchange=loopback_exchange(request))
-        decoder.logits(hidden[: max(limits.max_num_seqs, PROMPT_LOGIT_ROWS)])
+        for _ in range(2):  # a layer finds the scratch that one before it has left
+            hidden = decoder.hidden(step, caches=caches, exchange=loopback_exchange(request))
+            decoder.logits(hidden[: max(limits.max_num_seqs, PROMPT_LOGIT_ROWS)])
     return pool.peak_growth_bytes()
 
 

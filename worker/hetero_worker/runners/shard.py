@@ -156,11 +156,13 @@ def limits_of(request: LoadRequest) -> StepLimits:
 
 def memory_of(request: LoadRequest) -> ModelMemory:
     """Return the memory arithmetic of the model on this rank."""
+    is_on_host = request.rank >= (request.num_gpu_ranks or 0)
     return ModelMemory(
         request.config,
         limits_of(request),
         DTYPES[request.dtype].itemsize,
         cache_element_bytes=DTYPES[request.cache_dtype].itemsize,
+        threads=torch.get_num_threads() if is_on_host else 0,
     )
 
 

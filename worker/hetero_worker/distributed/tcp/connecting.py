@@ -15,6 +15,7 @@ needed is the oldest one's. A rank whose connection is dropped by that dials aga
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import secrets
@@ -37,6 +38,8 @@ STRANGERS: Final = 64
 """Most connections that have not said yet who they are."""
 SECRET_BYTES: Final = 32
 VERSION: Final = 1
+_NO_FILES: Final = (errno.EMFILE, errno.ENFILE)
+"""Errors of a process, or a machine, that has opened as many files as it may: trying again does not help."""
 _MAGIC: Final = b"HETEROX\0"
 _GREETING: Final = struct.Struct("<8sI16s")
 """Magic, version, challenge."""
@@ -132,7 +135,9 @@ class Door:
         while True:
             try:
                 return self._try_to_dial(wire, address, who)
-            except (OSError, _Dropped):
+            except (OSError, _Dropped) as error:
+                if isinstance(error, OSError) and error.errno in _NO_FILES:
+                    raise
                 self.wait.pause(who)
 
     def _try_to_dial(self, wire: Wire, address: str, who: str) -> socket.socket:
@@ -232,8 +237,10 @@ class _Answering:
     def _accept(self, selector: selectors.BaseSelector) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it has gone already
-            return
+        except OSError as error:
+            if error.errno in _NO_FILES:  # it stays in the queue
+                raise
+            return  # it has gone already
         if len(self._callers) >= STRANGERS:
             self._drop(next(iter(self._callers.values())), selector)
         connection.setblocking(False)

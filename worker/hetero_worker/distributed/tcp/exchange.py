@@ -194,14 +194,6 @@ class TcpExchange(NativeExchange):
         }
         super().__init__(state, rounds, sources=sources, receivers=receivers)
 
-    def abort(self) -> None:
-        """End the exchange for all ranks: blocked and later calls raise ExchangeAborted. No effect once closed."""
-        self._state.abort()
-
-    def close(self) -> None:
-        """Leave: later calls raise, and a rank that still waits for this one learns that it left. Idempotent."""
-        self._state.close()
-
 
 def connect(
     request: GroupRequest, routes: Routes, agreement: Agreement, library: Any

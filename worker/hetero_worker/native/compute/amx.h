@@ -91,7 +91,8 @@ static inline void hc_amx_dot_bytes_(hc_amx *amx, int to, int a, int b) {
 #define HC_AMX_DOT_BF16(amx, to, a, b) hc_amx_dot_bf16_(amx, to, a, b)
 #define HC_AMX_DOT_BYTES(amx, to, a, b) hc_amx_dot_bytes_(amx, to, a, b)
 
-#elif defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#elif (defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)) || \
+    (defined(__AMXTILE__) && defined(__AMXBF16__) && defined(__AMXINT8__)) /* as older clang says it */
 #define HC_HAS_TILES
 
 typedef struct {

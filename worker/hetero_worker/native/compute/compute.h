@@ -23,7 +23,7 @@
 #define HC_API
 #endif
 
-#define HC_MAX_MEMBERS 256
+#define HC_MAX_MEMBERS 1024 /* the resource's most cores a rank */
 #define HC_MAX_RANK 256 /* of adapters' factors */
 #define HC_PANEL 32 /* output rows of a matrix that are packed together */
 

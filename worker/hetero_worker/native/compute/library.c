@@ -15,12 +15,14 @@
 #endif
 
 extern const hc_isa_table hc_table_generic;
+#define IF_BUILT __attribute__((weak)) /* NULL for a set that the compiler does not know */
 #if defined(__x86_64__)
-extern const hc_isa_table hc_table_avx2, hc_table_avx512, hc_table_avx512_bf16, hc_table_amx, hc_table_amx_emulated;
+extern const hc_isa_table hc_table_avx2 IF_BUILT, hc_table_avx512 IF_BUILT, hc_table_avx512_bf16 IF_BUILT;
+extern const hc_isa_table hc_table_amx IF_BUILT, hc_table_amx_emulated IF_BUILT;
 static const hc_isa_table *const TABLES[] = {&hc_table_amx,  &hc_table_avx512_bf16, &hc_table_avx512,
                                              &hc_table_avx2, &hc_table_generic,     &hc_table_amx_emulated};
 #elif defined(__aarch64__)
-extern const hc_isa_table hc_table_dotprod;
+extern const hc_isa_table hc_table_dotprod IF_BUILT;
 static const hc_isa_table *const TABLES[] = {&hc_table_dotprod, &hc_table_generic};
 #else
 static const hc_isa_table *const TABLES[] = {&hc_table_generic};
@@ -31,14 +33,18 @@ static const hc_isa_table *_Atomic in_use;
 
 static const hc_isa_table *supported(uint64_t index) {
     for (uint64_t i = 0; i < NUM_TABLES; i++)
-        if (TABLES[i]->is_supported() && !index--)
+        if (TABLES[i] && TABLES[i]->is_supported() && !index--)
             return TABLES[i];
     return NULL;
 }
 
 const hc_isa_table *hc_isa_in_use(void) {
     const hc_isa_table *table = atomic_load_explicit(&in_use, memory_order_acquire);
-    return table ? table : supported(0);
+    if (!table) { /* asked once: a virtual machine stops for each question to the processor */
+        table = supported(0);
+        atomic_store_explicit(&in_use, table, memory_order_release);
+    }
+    return table;
 }
 
 const char *hc_in_use(void) { return hc_isa_in_use()->name; }

@@ -150,8 +150,10 @@ V_INLINE vf v_widen_f16(vh bits) {
 #endif
 }
 
-/* Rounded to nearest, ties to even; infinite beyond 65,504. */
+/* Rounded to nearest, ties to even; what is beyond the largest number becomes it, so that nothing that a cache keeps is infinite:
+ * tokens that a row does not see are summed with weight 0. NaN stays NaN. */
 V_INLINE vh v_narrow_f16(vf v) {
+    v = v_min(v_all(65504.0f), v_max(v_all(-65504.0f), v));
 #if defined(__AVX512F__)
     return (vh)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif defined(__AVX2__)
@@ -225,19 +227,22 @@ V_INLINE void v_store_up_to_as(void *p, vf v, uint64_t count, uint64_t type) {
             V_TYPED(type, function, __VA_ARGS__);    \
     } while (0)
 
+#if defined(__clang__)
+#define V_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else /* GCC before 12 has no other */
+#define V_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
+#endif
 #if HC_W == 16
-#define V_SHUFFLE(a, b, i0, i1, i2, i3, i4, i5, i6, i7, i8, i9, i10, i11, i12, i13, i14, i15) \
-    __builtin_shufflevector(a, b, i0, i1, i2, i3, i4, i5, i6, i7, i8, i9, i10, i11, i12, i13, i14, i15)
 #define V_LOW(a, b) V_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
 #define V_HIGH(a, b) V_SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
 #define V_COUNTING ((vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15})
 #elif HC_W == 8
-#define V_LOW(a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
-#define V_HIGH(a, b) __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#define V_LOW(a, b) V_SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define V_HIGH(a, b) V_SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
 #define V_COUNTING ((vi){0, 1, 2, 3, 4, 5, 6, 7})
 #else
-#define V_LOW(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
-#define V_HIGH(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
+#define V_LOW(a, b) V_SHUFFLE(a, b, 0, 4, 1, 5)
+#define V_HIGH(a, b) V_SHUFFLE(a, b, 2, 6, 3, 7)
 #define V_COUNTING ((vi){0, 1, 2, 3})
 #endif
 
