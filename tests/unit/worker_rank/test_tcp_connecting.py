@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -219,7 +219,9 @@ def test_a_process_that_may_open_no_more_files_says_so_at_once(monkeypatch: pyte
     """Not that a rank did not come."""
     with forming() as group, group.call():
         monkeypatch.setattr(socket.socket, "accept", no_files)
-        with group.call(), pytest.raises(OSError, match="Too many open files"):
+        with suppress(ConnectionError), group.call():  # it may have met the first call already
+            pass
+        with pytest.raises(OSError, match="Too many open files"):
             group.wires.result(5.0)
     monkeypatch.setattr(socket, "create_connection", no_files)
     listener = StoreListener(HOST)
