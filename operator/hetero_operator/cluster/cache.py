@@ -26,6 +26,7 @@ from hetero_operator.timing import Backoff, unobserved
 
 logger = logging.getLogger(__name__)
 _MOST_ADMITTED: Final = 10_000
+"""Objects changed by admission that are remembered; one that is forgotten is written once more."""
 _DIGITS: Final = re.compile(r"\d+")
 DISCOVERY_S: Final = 180.0
 MAX_LOOK_BYTES: Final = 4 * 2**20

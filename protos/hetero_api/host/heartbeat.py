@@ -116,7 +116,7 @@ class Heartbeat:
 
     @contextmanager
     def working(self, limit_s: float) -> Iterator[None]:
-        """Around work that hangs if it takes longer than `limit_s`, or takes that long to get on."""
+        """Limit the work within the block: it hangs if it takes longer than `limit_s` to end or to get on."""
         self._limit_s = limit_s
         self.get_on()
         try:

@@ -242,13 +242,6 @@ def _real(path: Path) -> Path:
         raise ModelStoreError(str(error)) from error
 
 
-def _read(path: Path, *, max_bytes: int) -> bytes:
-    try:
-        return read_model_file(path, max_bytes=max_bytes)
-    except ModelError as error:
-        raise ModelStoreError(str(error)) from error
-
-
 def weight_files(directory: Path) -> list[Path]:
     """Return the safetensors files of a model, by name. Raises ModelStoreError when there are none."""
     index = directory / WEIGHTS_INDEX
@@ -264,7 +257,9 @@ def weight_files(directory: Path) -> list[Path]:
 
 def _indexed_names(index: Path) -> set[str]:
     try:
-        names = set(json.loads(_read(index, max_bytes=MAX_INDEX_BYTES))["weight_map"].values())
+        names = set(json.loads(read_model_file(index, max_bytes=MAX_INDEX_BYTES))["weight_map"].values())
+    except ModelError as error:
+        raise ModelStoreError(str(error)) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelStoreError(f"{index}: holds no weight_map; fetch it again") from error
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):

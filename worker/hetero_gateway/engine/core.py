@@ -270,12 +270,12 @@ class EngineCore:
         Raises InvalidRequest if that does not fit the constraint.
         """
         end_ids = end_token_ids(asked, config=self._config)
-        matchers = matchers_of(asked, end_token_ids=end_ids)
+        # A token that ends the completion is no part of its form and text.
+        received = [ids[:-1] if ids and ids[-1] in end_ids else ids for ids in asked.received]
+        matchers = matchers_of(asked, received)
         detokenizers = [self._detokenizer(asked) for _ in range(asked.n)]
-        for detokenizer, token_ids in zip(detokenizers, asked.received, strict=False):
-            # A token that ends the completion is no part of its text.
-            is_ended = bool(token_ids) and token_ids[-1] in end_ids
-            detokenizer.push(token_ids[:-1] if is_ended else token_ids)
+        for detokenizer, token_ids in zip(detokenizers, received, strict=False):
+            detokenizer.push(token_ids)
         return Preparation(matchers, detokenizers)
 
     def submit(

@@ -66,11 +66,9 @@ class Placement:
     @cached_property
     def cost_model(self) -> CostModel:
         """Model that predicts steps under this plan, or another, on this hardware."""
-        settings, spec = self.settings, self.settings.spec
-        return CostModel(
-            settings.config, self.hardware.levelled(), dtype=settings.dtype, cache_dtype=spec.kv_cache_dtype_in_force,
-            expert_deferral=spec.engine.expert_deferral,
-        )  # fmt: skip
+        settings = self.settings
+        bounds = bounds_of(settings.spec, settings.config, settings.draft)
+        return CostModel.within(bounds, settings.config, self.hardware.levelled(), dtype=settings.dtype)
 
 
 DecidePlacement = Callable[[GroupSettings, PlacedRanks, ShardPlan | None], Placement]

@@ -3,9 +3,10 @@
 Security contexts follow the Restricted profile of the Pod Security Standards, for every pod and container. Only volumes
 that a user asks for by path on the node (`file://`, `cache.hostPath`, `exchange.hostPath`) are outside of that profile.
 
-Probes decide when a container is restarted, and when it gets traffic. A rank that loads weights must not be killed for
-it: its startup probe lasts `recovery.startupTimeoutSeconds`, and only then does liveness count. Liveness is that of the
-engine's loop (`/livez` fails when a step hangs), not whether HTTP answers.
+Probes decide when a container is restarted, and when it gets traffic. A rank that waits for its
+group or loads weights must not be killed for it: its startup probe lasts until its ranks have met, at most
+`recovery.startupTimeoutSeconds`, and then liveness counts. That is of the engine's loop (`/livez` fails when a step
+hangs, or a load no longer gets on), not whether HTTP answers.
 
 Requests and limits decide whether the kubelet gives a rank cores, memory and devices of its own. CPU pods are
 Guaranteed: requests equal limits, in whole cores, on every container of the pod, init containers included; otherwise a

@@ -6,8 +6,8 @@ False  everything is as asked for; or only a person can help: the spec is refuse
 
 "So long" is startupTimeoutSeconds and rendezvousTimeoutSeconds together, since the last thing that moved: a condition,
 a pod that was created, a model that was fetched. A fetch may take any time, and so may a load, which the gateway ends
-when it no longer gets on. The next look is at the next time at which
-time alone changes something, and often while something is awaited.
+when it no longer gets on. The next look is at the next time at which time alone changes something, and often while
+something is awaited.
 """
 
 from __future__ import annotations

@@ -243,18 +243,16 @@ class MaskWriter:
         return masks + [Mask(self._anything)] * (1 + len(proposed) - len(masks))
 
 
-def matchers_of(asked: GenerationRequest, *, end_token_ids: frozenset[int]) -> list[TokenMatcher | None]:
-    """Return a matcher a completion, past its received tokens. Raises InvalidRequest if these do not fit."""
+def matchers_of(asked: GenerationRequest, received: Sequence[Sequence[int]]) -> list[TokenMatcher | None]:
+    """Return a matcher a completion, past the tokens that it received. Raises InvalidRequest if these do not fit."""
     constraint = asked.constraint
     if constraint is None:
         return [None] * asked.n
     if not isinstance(constraint, CompiledConstraint):
         raise EngineFault("the request's constraint was not compiled")
     matchers = [constraint.matcher() for _ in range(asked.n)]
-    for index, (matcher, token_ids) in enumerate(zip(matchers, asked.received, strict=False)):
-        # A token that ends the completion is no part of the form.
-        is_ended = bool(token_ids) and token_ids[-1] in end_token_ids
-        matcher.replay(token_ids[:-1] if is_ended else token_ids, field_name=f"received[{index}]")
+    for index, (matcher, token_ids) in enumerate(zip(matchers, received, strict=False)):
+        matcher.replay(token_ids, field_name=f"received[{index}]")
     return [*matchers]
 
 
