@@ -67,7 +67,7 @@ test-healing: $(STAMP) $(NATIVE) ## Kill and freeze ranks 50 times in a row unde
 	HETERO_HEALING_KILLS=50 $(BIN)/pytest tests/distributed/test_healing.py -q -s --timeout=0
 
 # Variables: ONLY='kill leader' (pairs whose name has it), QUICK=1 (a dozen of them). Root plays full disks and cut networks, too, in namespaces of its own.
-chaos: $(STAMP) $(NATIVE) ## Play 376 faults at moments of real groups under real clients, in an hour or two; prints a row each
+chaos: $(STAMP) $(NATIVE) ## Play some 380 faults at moments of real groups under real clients, in an hour or two; prints a row each
 	$(BIN)/python -m tests.chaos $(if $(QUICK),--quick) $(if $(ONLY),--only '$(ONLY)')
 
 SOAK_MINUTES ?= 60

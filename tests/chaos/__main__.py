@@ -6,7 +6,7 @@
     python -m tests.chaos --quick              # a dozen, in a minute on a quiet machine
 
 As root it runs in namespaces of its own, where file systems fill up and networks drop packets; other users skip those
-pairs, and the last line counts them.
+pairs, and the last line counts them. Rows of all pairs go to bench/results/chaos-DATE.txt, too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.list:
         print("\n".join([*(pair.name for pair in pairs), f"{len(pairs)} pairs"]))
         return 0
-    return run(pairs)
+    return run(pairs, is_whole=not (options.only or options.quick))
 
 
 def chosen(only: Sequence[str], *, is_quick: bool) -> list[Pair]:
@@ -55,8 +56,10 @@ def chosen(only: Sequence[str], *, is_quick: bool) -> list[Pair]:
 QUICK_MOMENTS = ("decode", "asleep")
 
 
-def run(pairs: Sequence[Pair]) -> int:
-    """Play pairs, print their rows, and return the exit status."""
+def run(pairs: Sequence[Pair], *, is_whole: bool) -> int:
+    """Play pairs, print their rows, and return the exit status; keep the rows if these are all pairs."""
+    from bench.home import RESULTS
+    from bench.machine import describe
     from tests.chaos.play import play
 
     began_s, rows = time.monotonic(), []
@@ -66,7 +69,12 @@ def run(pairs: Sequence[Pair]) -> int:
             rows.append(row)
     failed, skipped = [row for row in rows if row.problems], [row for row in rows if row.skipped]
     took = f"{len(rows) - len(skipped)} pairs in {time.monotonic() - began_s:.0f} s"
-    print(f"{took}: {len(failed)} failed, {len(skipped)} skipped")
+    took = f"{took}: {len(failed)} failed, {len(skipped)} skipped"
+    print(took)
+    if is_whole:
+        lines = [str(describe()), *map(str, rows), took]
+        file = RESULTS / f"chaos-{datetime.now(UTC):%Y-%m-%d-%H%M%S}.txt"
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 1 if failed else 0
 
 

@@ -1,4 +1,4 @@
-"""The API server goes away for longer than kopf survives on its own, and comes back: same process, nothing lost."""
+"""The API server goes away for longer than kopf survives on its own, or its etcd does: same process, nothing lost."""
 
 from __future__ import annotations
 
@@ -53,6 +53,29 @@ def test_the_operator_outlives_its_api_server(
         # Not only once: it hears of changes again.
         scene.apply("later")
         scene.owned.wait_settled("later")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("with_signal", [signal.SIGTERM, signal.SIGKILL])
+def test_the_operator_outlives_a_restart_of_etcd(
+    start_control_plane: StartControlPlane, with_signal: signal.Signals
+) -> None:
+    """The API server stays, and answers nothing that it has to ask etcd for."""
+    plane = start_control_plane()
+    with Scene.alone(plane.cluster) as scene, scene.operator() as operator:
+        pid = operator.pid
+        scene.apply("before")
+        scene.owned.wait_settled("before")
+        plane.etcd.stop(with_signal)
+        outlive(operator, 20.0)
+        plane.etcd.start()
+        plane.wait_until_ready()
+        scene.apply("before", {"pools.0.ranks": 4})
+        scene.apply("after")
+        settled = scene.owned.wait_settled("before", "after", timeout_s=BACK_TO_WORK_S)
+        assert [item["spec"]["replicas"] for item in settled["before"].of_kind("StatefulSet")] == [4]
+        assert (operator.pid, operator.running) == (pid, True)
 
 
 def outlive(operator: OperatorProcess, outage_s: float) -> None:

@@ -20,7 +20,6 @@ from hetero_worker.memory.streams import HOST
 from hetero_worker.sampling.base import HOST_SAMPLER, HostSampler, ShardSampler, StartedDraws, UnknownTokens
 from hetero_worker.sampling.device import DeviceSampler
 from hetero_worker.sampling.device_kernels import SamplingKernels, TorchSamplingKernels
-from hetero_worker.sampling.noise import NoiseKey
 from hetero_worker.sampling.request import SamplingRow
 from hetero_worker.sampling.shard import Float64Array, native_best
 from tests.support import sampling_reference
@@ -40,12 +39,10 @@ class NativeOfThread:
     def __init__(self) -> None:
         self._own = threading.local()
 
-    def __call__(
-        self, logits: torch.Tensor, temperatures: Sequence[float], keys: Sequence[NoiseKey], begin: int
-    ) -> Float64Array:
+    def __call__(self, logits: torch.Tensor, rows: Sequence[SamplingRow], begin: int) -> Float64Array:
         if not hasattr(self._own, "queue"):
             self._own.queue = op_queue_of(1)
-        return native_best(self._own.queue, logits, temperatures, keys, begin)
+        return native_best(self._own.queue, logits, rows, begin)
 
 
 class AlternatingSampler:

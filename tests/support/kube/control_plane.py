@@ -133,6 +133,10 @@ class ControlPlane:
     def start_api_server(self) -> None:
         """Start, or end an outage: the same port, certificates and objects. Waits until it serves."""
         self.api_server.start()
+        self.wait_until_ready()
+
+    def wait_until_ready(self) -> None:
+        """Wait until the API server serves, etcd behind it."""
         with self.cluster.client() as client:
             poll(
                 lambda: self._serves(client),

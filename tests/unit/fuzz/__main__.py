@@ -4,12 +4,15 @@
     python -m tests.unit.fuzz --seconds 60 gguf    # one of them for a minute
 
 A finding ends its target; its bytes are kept in tests/unit/fuzz/findings, which makes them a test. Inputs that reach
-new code are kept in a cache outside the repository, so that the next run begins where this one ended.
+new code are kept in a cache outside the repository, so that the next run begins where this one ended; the shortest of
+them go to tests/unit/fuzz/corpus with --keep, where tests and other machines have them. Figures go to
+bench/results/fuzz-DATE.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import random
@@ -17,14 +20,23 @@ import re
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from bench.home import RESULTS
+from bench.machine import describe
 
 if TYPE_CHECKING:
     from tests.unit.fuzz.target import Target
 
 FINDINGS: Final = Path(__file__).parent / "findings"
+CORPUS: Final = Path(__file__).parent / "corpus"
+_MOST_KEPT: Final = 100
+_MOST_KEPT_BYTES: Final = 4096
 _ROOT: Final = Path(__file__).parents[3]
 _CACHE: Final = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hetero" / "fuzz"
 _PRODUCT: Final = [
@@ -44,18 +56,61 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.unit.fuzz")
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"default: all of {', '.join(TARGETS)}")
     parser.add_argument("--seconds", type=int, default=1800, help="for each target; default: %(default)s")
+    parser.add_argument("--keep", action="store_true", help="write what the cache has to the corpus, and fuzz nothing")
     options = parser.parse_args()
     if unknown := set(options.targets) - TARGETS.keys():
         parser.error(f"there is no target {', '.join(sorted(unknown))}")
-    failed = fuzz(options.targets or [*TARGETS], seconds=options.seconds)
+    names = options.targets or [*TARGETS]
+    if options.keep:
+        for name in names:
+            _keep(name)
+        return 0
+    outcomes = fuzz(names, seconds=options.seconds)
+    failed = [name for name in names if not outcomes.get(name, _LOST).passed]
+    file = RESULTS / f"fuzz-{datetime.now(UTC):%Y-%m-%d-%H%M%S}.json"
+    figures = {name: asdict(outcome) for name, outcome in outcomes.items()}
+    content = {**describe(), "seconds": options.seconds, "targets": figures}
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(f"findings of {', '.join(failed)} are in {FINDINGS}" if failed else "no findings")
     return 1 if failed else 0
 
 
+def corpus_of(name: str) -> list[bytes]:
+    """Return the inputs of a target that the repository keeps; none for a target that is new."""
+    path = CORPUS / f"{name}.zip"
+    if not path.exists():
+        return []
+    with zipfile.ZipFile(path) as archive:
+        return [archive.read(each) for each in archive.namelist()]
+
+
+def _keep(name: str) -> None:
+    """Write the shortest inputs that a target's cache has to its archive, which is the same for the same inputs."""
+    files = sorted((_CACHE / name).glob("*"), key=lambda file: (file.stat().st_size, file.name))
+    inputs = sorted({file.read_bytes() for file in files if file.stat().st_size <= _MOST_KEPT_BYTES}, key=len)
+    CORPUS.mkdir(exist_ok=True)
+    with zipfile.ZipFile(CORPUS / f"{name}.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for data in inputs[:_MOST_KEPT]:
+            archive.writestr(zipfile.ZipInfo(hashlib.sha256(data).hexdigest()[:16]), data, zipfile.ZIP_DEFLATED)
+    print(f"{name}: {min(len(inputs), _MOST_KEPT)} of {len(files)} inputs kept")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Result of one target; None where the fuzzer did not say."""
+
+    passed: bool
+    inputs: int | None
+    edges: int | None
+
+
+_LOST: Final = Outcome(passed=False, inputs=None, edges=None)
+
+
 def fuzz(
     names: Sequence[str], *, seconds: int, seed: int = 0, findings: Path = FINDINGS, cache: Path = _CACHE
-) -> list[str]:
-    """Fuzz targets in turn and print their figures; return the names of those where something was found.
+) -> dict[str, Outcome]:
+    """Fuzz targets in turn and print their figures; return the outcomes by name, of those that ended.
 
     One process reads the product so that its coverage is counted, which takes seconds, and forks for each target.
     `seed`: of the inputs, which are then the same each time; 0: others each time.
@@ -70,15 +125,15 @@ def fuzz(
         ) as process,
     ):
         assert process.stdout is not None
-        passed = []
+        outcomes = {}
         for line in process.stdout:
-            outcome = json.loads(line)
-            passed += [outcome["name"]] * outcome["passed"]
-            print(outcome["text"], flush=True)
+            told = json.loads(line)
+            outcome = outcomes[told["name"]] = Outcome(**told["outcome"])
+            print(f"{told['name']}: {outcome.inputs} inputs, {outcome.edges} edges{told['log']}", flush=True)
         if process.wait():
             log.seek(0)
             print(log.read().decode(errors="replace")[-6000:], flush=True)
-    return [name for name in names if name not in passed]
+    return outcomes
 
 
 def _fuzz_inside(order: Mapping[str, Any], names: Sequence[str]) -> int:
@@ -99,9 +154,9 @@ def _fuzz_inside(order: Mapping[str, Any], names: Sequence[str]) -> int:
             said = log.read().decode(errors="replace")
         executed = re.search(r"number_of_executed_units:\s*(\d+)", said)
         covered = re.findall(r"\bcov: (\d+)", said)
-        text = f"{name}: {executed[1] if executed else '?'} inputs, {covered[-1] if covered else '?'} edges"
-        outcome = {"name": name, "passed": passed, "text": text if passed else f"{text}\n{said[-8000:]}"}
-        print(json.dumps(outcome), flush=True)
+        outcome = Outcome(passed, int(executed[1]) if executed else None, int(covered[-1]) if covered else None)
+        told = {"name": name, "outcome": asdict(outcome), "log": "" if passed else f"\n{said[-8000:]}"}
+        print(json.dumps(told), flush=True)
     return 0
 
 
@@ -112,7 +167,7 @@ def _fuzz(target: Target, order: Mapping[str, Any]) -> None:
     corpus, findings = Path(order["cache"]) / target.name, Path(order["findings"]) / target.name
     for folder in (corpus, findings):
         folder.mkdir(parents=True, exist_ok=True)
-    for number, seed in enumerate(target.seeds()):
+    for number, seed in enumerate([*target.seeds(), *corpus_of(target.name)]):
         (corpus / f"seed-{number}").write_bytes(seed)
     arguments = [
         str(corpus), f"-max_total_time={order['seconds']}", f"-artifact_prefix={findings}/", f"-timeout={_ONE_INPUT_S}",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
 import yaml
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from pydantic import ValidationError
 
 from hetero_api.errors import ManifestError
@@ -17,8 +18,11 @@ from hetero_api.manifest import find_unserved, parse_manifest
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.errors import InvalidRequest, QueueFull
 from hetero_gateway.server.errors import InvalidArguments
+from hetero_gateway.server.openai.adapters import LoadAdapterBody
+from hetero_gateway.server.openai.embeddings import EmbeddingsBody
 from hetero_gateway.server.openai.requests import chat_requests, completion_requests
 from hetero_gateway.server.openai.schema import ChatBody, CompletionBody, IgnoredFields, parse_body
+from hetero_gateway.server.openai.tokens import DetokenizeBody, TokenizeBody
 from hetero_gateway.server.reading import RequestReader
 from tests.support.operator_world import OperatorWorld
 from tests.support.render_cases import resource_of
@@ -95,14 +99,40 @@ def _reader() -> RequestReader:
 
 
 def _read_request(data: bytes) -> None:
+    """The first byte chooses the method."""
+
     async def read() -> None:
-        request = await _reader().parse(pb.GenerateRequest, data)
-        await _reader().read(request)
+        kind, rest = _KINDS.get(data[:1], pb.GenerateRequest), data[1:]
+        request: Any = await _reader().parse(kind, rest)
+        match request:
+            case pb.TokenizeRequest():
+                await _reader().tokenize(request)
+            case pb.DetokenizeRequest():
+                await _reader().detokenize(request)
+            case pb.GenerateRequest():
+                await _reader().read(request)
 
     _loop().run_until_complete(read())
 
 
+_KINDS: Final[Mapping[bytes, type[Message]]] = {
+    b"g": pb.GenerateRequest, b"t": pb.TokenizeRequest, b"d": pb.DetokenizeRequest, b"a": pb.AbortRequest
+}  # fmt: skip
+
+
+def _changed_request(data: bytes, random_: random.Random) -> bytes:
+    return data[:1] + changed_message(_KINDS.get(data[:1], pb.GenerateRequest))(data[1:], random_)
+
+
 def _requests() -> Iterator[bytes]:
+    yield b"t" + pb.TokenizeRequest(text="hello").SerializeToString()
+    yield b"d" + pb.DetokenizeRequest(token_ids=[3, 4, 5]).SerializeToString()
+    yield b"a" + pb.AbortRequest(request_id="r").SerializeToString()
+    for request in _generate_requests():
+        yield b"g" + request.SerializeToString()
+
+
+def _generate_requests() -> Iterator[pb.GenerateRequest]:
     for sampling in (
         pb.SamplingParams(max_tokens=4, temperature=0.5, top_p=0.9, stop=["x"], stop_token_ids=[3], logprobs=2),
         pb.SamplingParams(n=2, seed=7, logit_bias={3: 1.5}, min_tokens=1, ignore_eos=True, repetition_penalty=1.1),
@@ -111,26 +141,37 @@ def _requests() -> Iterator[bytes]:
         pb.SamplingParams(choice=pb.Choice(texts=["a", "b"])),
         pb.SamplingParams(grammar='root ::= "a" | "b"'),
     ):
-        yield pb.GenerateRequest(text="hello", sampling=sampling, request_id="r", cache_salt="s").SerializeToString()
+        yield pb.GenerateRequest(text="hello", sampling=sampling, request_id="r", cache_salt="s")
     messages = [
         pb.ChatMessage(role="system", content="be brief"),
         pb.ChatMessage(role="assistant", tool_calls_json='[{"function": {"name": "f", "arguments": "{}"}}]'),
         pb.ChatMessage(role="tool", content="1", tool_call_id="c"),
     ]
     tools = '[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]'
-    yield pb.GenerateRequest(chat=pb.ChatMessages(messages=messages, tools_json=tools)).SerializeToString()
+    yield pb.GenerateRequest(chat=pb.ChatMessages(messages=messages, tools_json=tools))
     received = [pb.Received(token_ids=[4, 5])]
-    yield pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2, 3]), received=received).SerializeToString()
+    yield pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2, 3]), received=received)
 
 
 def _read_body(data: bytes) -> None:
     """The first byte chooses the route."""
-    if data[:1] == b"c":
-        requests = completion_requests(parse_body(CompletionBody, data[1:], IgnoredFields()), "id")
-    else:
-        requests = chat_requests(parse_body(ChatBody, data[1:], IgnoredFields()), "id")
+    rest, ignored = data[1:], IgnoredFields()
 
     async def read() -> None:
+        requests: Sequence[pb.GenerateRequest] = ()
+        match data[:1]:
+            case b"c":
+                requests = completion_requests(parse_body(CompletionBody, rest, ignored), "id")
+            case b"e":
+                requests = parse_body(EmbeddingsBody, rest, ignored).requests()
+            case b"t":
+                await _reader().tokenize(parse_body(TokenizeBody, rest, ignored).request())
+            case b"d":
+                await _reader().detokenize(parse_body(DetokenizeBody, rest, ignored).request())
+            case b"l":
+                parse_body(LoadAdapterBody, rest, ignored)
+            case _:
+                requests = chat_requests(parse_body(ChatBody, rest, ignored), "id")
         for request in requests[:4]:
             await _reader().read(request)
 
@@ -151,6 +192,12 @@ def _bodies() -> Iterator[bytes]:
     ]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     yield b"m" + json.dumps({**common, "messages": messages, "tools": tools, "tool_choice": "none"}).encode()
+    yield b"e" + json.dumps({"model": "m", "input": ["a", "b"], "encoding_format": "base64"}).encode()
+    yield b"e" + json.dumps({"input": [[1, 2], [3]], "pooling": "mean", "priority": 1}).encode()
+    yield b"t" + json.dumps({"messages": messages[:2], "chat_template_kwargs": {"a": 1}}).encode()
+    yield b"t" + json.dumps({"prompt": "hello"}).encode()
+    yield b"d" + json.dumps({"tokens": [1, 2, 3]}).encode()
+    yield b"l" + json.dumps({"lora_name": "a", "lora_path": "b"}).encode()
     schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
     yield b"m" + json.dumps({"model": "m", "messages": messages[:1], "response_format": schema}).encode()
 
@@ -162,6 +209,6 @@ def _changed_body(data: bytes, random_: Any) -> bytes:
 TARGETS: Final = (
     Target("manifests", _read_manifest, (ManifestError,), _manifests, changed_json),
     Target("resources", _read_resource, (), _resources, changed_json),
-    Target("requests", _read_request, (*_BAD_REQUESTS, DecodeError), _requests, changed_message(pb.GenerateRequest)),
+    Target("requests", _read_request, (*_BAD_REQUESTS, DecodeError), _requests, _changed_request),
     Target("bodies", _read_body, (*_BAD_REQUESTS, ValidationError), _bodies, _changed_body),
 )

@@ -6,6 +6,7 @@ Draws with noise are those of `sampling.shard.noisy_best` to the last bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +24,10 @@ from hetero_worker.native.compute_library import choose_op, step_on_op
 from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.runners.recorded.sampling import MAX_STEPS, NativeSampling
 from hetero_worker.sampling import noise
+from hetero_worker.sampling.decision import decide_filtered
 from hetero_worker.sampling.noise import COARSE, NoiseKey
-from hetero_worker.sampling.request import SequenceSampling
-from hetero_worker.sampling.shard import MAX_IDS, native_best, noisy_best
+from hetero_worker.sampling.request import SamplingRow, SequenceSampling
+from hetero_worker.sampling.shard import MAX_IDS, candidates_of_shard, native_best, noisy_best, scaled_logits
 from tests.support.examples import examples
 from tests.support.native_compute import TEAMS, compute_library, computing_with, op_queue_of
 from tests.support.sampling_reference import sampling_of
@@ -103,11 +105,31 @@ def assert_drawn(
     seed: int = 2**64 - 1,
 ) -> None:
     """One row a temperature."""
-    keys = [NoiseKey(seed - row, row * row) for row in range(len(x))]
-    expected = noisy_best(torch.from_numpy(x), temperatures, keys, begin)
+    rows = [draw(heat, seed=seed - row, position=row * row) for row, heat in enumerate(temperatures)]
+    expected = noisy_best(torch.from_numpy(x), rows, begin)
     for size, op_queue in op_queues.items():
-        best = native_best(op_queue, torch.from_numpy(x), temperatures, keys, begin)
+        best = native_best(op_queue, torch.from_numpy(x), rows, begin)
         np.testing.assert_array_equal(best, expected, err_msg=str(size))
+
+
+def draw(
+    temperature: float, *, seed: int, position: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> SamplingRow:
+    return SamplingRow(temperature, top_k, top_p, min_p, seed, position)
+
+
+def assert_left(op_queues: dict[int, OpQueue], x: FloatArray, rows: Sequence[SamplingRow]) -> None:
+    """Draws with filters are those of all columns in their order, decided in float64."""
+    logits = torch.from_numpy(x)
+    candidates = candidates_of_shard(scaled_logits(logits, rows, range(len(rows)), 0), rows, 0, wants_all=True)
+    expected = [decide_filtered([its], row) for its, row in zip(candidates, rows, strict=True)]
+    for size, op_queue in op_queues.items():
+        best = native_best(op_queue, logits, rows, 0)
+        assert best[:, 1].tolist() == expected, size
+        for row, (score, column) in zip(rows, best.tolist(), strict=True):
+            alone = np.full_like(x[:1], -INF)
+            alone[0, int(column)] = x[rows.index(row), int(column)]
+            assert score == noisy_best(torch.from_numpy(alone), [row], 0)[0, 0]
 
 
 def cycled(numbers: Sequence[float], count: int) -> list[float]:
@@ -164,11 +186,11 @@ def test_coarse_words_have_fractions(isa: str, op_queues: dict[int, OpQueue]) ->
     for position in range(2000):
         words = noise._draw_words(NoiseKey(9, position), 0, columns)
         if words.min() < COARSE:
-            x, key = np.zeros((1, columns), dtype=np.float32), NoiseKey(9, position)
-            expected = noisy_best(torch.from_numpy(x), [1.0], [key], 0)
+            x, rows = np.zeros((1, columns), dtype=np.float32), [draw(1.0, seed=9, position=position)]
+            expected = noisy_best(torch.from_numpy(x), rows, 0)
             assert words[int(expected[0, 1])] < COARSE
             for op_queue in op_queues.values():
-                np.testing.assert_array_equal(native_best(op_queue, torch.from_numpy(x), [1.0], [key], 0), expected)
+                np.testing.assert_array_equal(native_best(op_queue, torch.from_numpy(x), rows, 0), expected)
             found += 1
             if found == 3:
                 return
@@ -184,6 +206,63 @@ def test_draws_from_whatever_the_numbers_are(x: FloatArray, temperature: float, 
     for isa in compute_library().isas:
         with computing_with(isa):
             assert_drawn({2: op_queue_of()}, x, [temperature] * len(x), begin=begin, seed=seed)
+
+
+FILTERS: list[dict[str, Any]] = [
+    {"top_k": 1}, {"top_k": 7}, {"top_k": 60}, {"top_p": 0.01}, {"top_p": 0.53}, {"top_p": 0.97}, {"min_p": 0.03},
+    {"min_p": 1.0}, {"top_k": 20, "top_p": 0.83}, {"top_k": 300, "top_p": 0.61, "min_p": 0.001},
+    {"top_p": 0.87, "min_p": 0.02}, {"top_k": 3000}, {"top_k": 100_000, "top_p": 0.999}, {},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("columns", [1, 5, 16, 100, 255, 256, 257, 1000, 5003, 40_000])
+@pytest.mark.parametrize("spread", [0.1, 3.0, 12.0])
+def test_draws_with_filters(isa: str, op_queues: dict[int, OpQueue], columns: int, spread: float) -> None:
+    """Flat rows leave more columns than are listed."""
+    x = np.random.default_rng(columns).standard_normal((len(FILTERS), columns), dtype=np.float32) * np.float32(spread)
+    heats = cycled([0.3, 1.0, 1.7], len(FILTERS))
+    rows = [
+        draw(heat, seed=i, position=columns, **its) for i, (heat, its) in enumerate(zip(heats, FILTERS, strict=True))
+    ]
+    assert_left(op_queues, x, rows)
+
+
+@pytest.mark.parametrize("columns", [9, 300, 9000])
+@pytest.mark.parametrize("numbers", [[1.0], [-INF, 2.0], [0.0, -0.0], [-1.0, -1.0, -1.0, 7.0], [-3e38, 3e37]])
+def test_equal_numbers_are_left_in_the_order_of_their_columns(
+    isa: str, op_queues: dict[int, OpQueue], numbers: Sequence[float], columns: int
+) -> None:
+    rng = np.random.default_rng(columns)
+    x = rng.choice(np.array(numbers, dtype=np.float32), (len(FILTERS), columns))
+    x[:, 0] = numbers[-1]
+    assert_left(op_queues, x, [draw(1.3, seed=i, position=4, **its) for i, its in enumerate(FILTERS)])
+
+
+@pytest.mark.parametrize(("numbers", "score"), [([INF, 1.0], INF), ([NAN, INF], NAN), ([-INF], -INF)])
+def test_nothing_is_drawn_from_what_is_no_number(
+    isa: str, op_queues: dict[int, OpQueue], numbers: Sequence[float], score: float
+) -> None:
+    x = np.resize(np.array(numbers, dtype=np.float32), (2, 700))
+    rows = [draw(1.0, seed=1, position=1, top_k=5), draw(1.0, seed=2, position=1, top_p=0.5)]
+    for op_queue in op_queues.values():
+        np.testing.assert_array_equal(native_best(op_queue, torch.from_numpy(x), rows, 0)[:, 0], [score] * 2)
+
+
+@settings(max_examples=examples(150))
+@given(
+    arrays.arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 600)), elements=st.floats(-20, 20, width=32)),
+    st.floats(0.05, 5.0), st.integers(0, 700), st.sampled_from([1.0, 0.1234, 0.7654, 0.98765]),
+    st.sampled_from([0.0, 0.0377]), st.integers(3, 2**64 - 1),
+)  # fmt: skip
+def test_filters_of_whatever_the_numbers_are(
+    x: FloatArray, temperature: float, top_k: int, top_p: float, min_p: float, seed: int
+) -> None:
+    rows = [
+        draw(temperature, seed=seed - row, position=row, top_k=top_k, top_p=top_p, min_p=min_p) for row in range(len(x))
+    ]
+    for isa in compute_library().isas:
+        with computing_with(isa):
+            assert_left({2: op_queue_of()}, x, rows)
 
 
 def test_ids_that_float32_does_not_have_are_drawn_by_torch(op_queues: dict[int, OpQueue]) -> None:
@@ -243,10 +322,16 @@ def test_inputs_become_those_of_the_next_step(isa: str, op_queues: dict[int, OpQ
         draws.restart([], MAX_STEPS + 1)
 
 
-def test_draws_with_noise_go_on_with_their_positions(isa: str, op_queues: dict[int, OpQueue]) -> None:
+@pytest.mark.parametrize("filters", [{}, {"top_k": 20, "top_p": 0.9}])
+def test_draws_with_noise_go_on_with_their_positions(
+    isa: str, op_queues: dict[int, OpQueue], filters: dict[str, Any]
+) -> None:
     """Each draw has its seed and temperature, and the position behind the row that it is of."""
     lengths, order, columns = [12, 7, 4], [2, 0, 1], 300
-    samplings = [sampling_of(temperature=heat, seed=seed) for heat, seed in ((0.0, 1), (0.8, 2**64 - 1), (2.0, 0))]
+    samplings = [
+        sampling_of(temperature=0.0, seed=1), sampling_of(temperature=0.8, seed=2**64 - 1),
+        sampling_of(temperature=2.0, seed=0, **filters),
+    ]  # fmt: skip
     sequences = [SequenceSampling(sampling, [0] * lengths[row]) for sampling, row in zip(samplings, order, strict=True)]
     step = inputs(lengths, block_size=4, blocks=9, draws=order)
     draws = NativeSampling(op_queues[2], most_rows=3, block_size=4)
@@ -254,7 +339,7 @@ def test_draws_with_noise_go_on_with_their_positions(isa: str, op_queues: dict[i
     for number in range(4):
         logits = torch.randn(3, columns, generator=torch.Generator().manual_seed(number))
         rows = [sequence.draw() for sequence in sequences]
-        expected = noisy_best(logits, [row.noise_temperature for row in rows], [row.noise_key for row in rows], 0)
+        expected = native_best(op_queues[1], logits, rows, 0) if filters else noisy_best(logits, rows, 0)
         draws.submit(step, logits, head_ranges=[UnitRange(0, columns)], exchange=LocalExchange())
         told = draws.of_steps(number + 1, 3)
         assert told.token_ids[-1].tolist() == expected[:, 1].tolist()

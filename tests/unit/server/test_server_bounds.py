@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.unit
 
 BOMB_BYTES = 160 * 1024 * 1024
 MAX_GROWTH_BYTES = 64 * 1024 * 1024
+MAX_PAUSE_S = 0.25
 GZIP, DEFLATE = grpc.Compression.Gzip, grpc.Compression.Deflate
 BOMBS = [
     ("inference", "/hetero.v1.Inference/Generate", GZIP),
@@ -55,6 +56,7 @@ def test_a_compressed_message_is_refused_before_it_is_inflated(
     report = gateway.report()
     growth_bytes = report.peak_bytes - before.resident_bytes
     print(f"\n{method}: pause {report.pause_s:.3f} s, growth {growth_bytes / 2**20:.0f} MiB")
+    assert report.pause_s < MAX_PAUSE_S
     assert growth_bytes < MAX_GROWTH_BYTES
 
 
@@ -77,6 +79,43 @@ async def test_one_call_more_than_a_server_takes_is_refused(tmp_path: Path, monk
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         for call in watching:
             call.cancel()
+
+
+async def _never() -> AsyncIterator[bytes]:
+    await asyncio.Event().wait()
+    yield b""
+
+
+@pytest.mark.parametrize("method", ["/hetero.v1.Inference/Tokenize", "/hetero.v1.Inference/Generate"])
+async def test_a_call_whose_message_does_not_come_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Such calls of one host leave room for those of others, and are gone in time."""
+    monkeypatch.setattr(grpc_server, "MAX_SILENT_CALLS", 2)
+    monkeypatch.setattr(grpc_server, "MESSAGE_TIMEOUT_S", 0.5)
+    async with GatewayBench(served_model(tmp_path)) as bench:
+        channel: Any = bench.channel(bench.addresses.inference)
+        silent = [asyncio.ensure_future(_end_of(channel.stream_stream(method)(_never()))) for _ in range(5)]
+        codes = sorted([await call for call in silent], key=lambda code: code.name)
+        late, many = grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert codes == [late, late, many, many, many]
+        assert await _end_of(channel.stream_stream(method)(_nothing())) is grpc.StatusCode.INVALID_ARGUMENT
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest())
+        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING, "no rank has come"
+
+
+async def _nothing() -> AsyncIterator[bytes]:
+    return
+    yield b""
+
+
+async def _end_of(call: Any) -> grpc.StatusCode:
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        async for _ in call:
+            pass
+    code: grpc.StatusCode = await call.code()
+    return code
 
 
 async def test_one_connection_more_than_a_server_takes_is_closed(

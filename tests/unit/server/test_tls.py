@@ -40,11 +40,12 @@ _HOUR = datetime.timedelta(hours=1)
 
 
 class Authority:
-    """A certificate authority that writes certificates as cert-manager does."""
+    """A certificate authority that writes certificates as cert-manager does, signed by one below the root."""
 
     def __init__(self) -> None:
-        self._ca = trustme.CA()
-        self.pem: bytes = self._ca.cert_pem.bytes()
+        root = trustme.CA()
+        self._ca = root.create_child_ca()
+        self.pem: bytes = root.cert_pem.bytes()
 
     def write(self, folder: Path, *names: str, lasts: datetime.timedelta = 24 * _HOUR) -> Path:
         """A new certificate for these names."""
@@ -169,11 +170,13 @@ async def test_openssl_finds_name_and_chain_in_order(encrypted: TlsBench, author
         port = address.rpartition(":")[2]
         command = [
             openssl, "s_client", "-connect", f"{NAME}:{port}", "-CAfile", str(tmp_path / "ca.pem"),
-            "-verify_return_error", "-verify_hostname", NAME, "-alpn", "h2,http/1.1", "-tls1_2",
+            "-verify_return_error", "-verify_hostname", NAME, "-alpn", "h2,http/1.1", "-tls1_2", "-showcerts",
         ]  # fmt: skip
         done = await asyncio.to_thread(subprocess.run, command, input=b"", capture_output=True, timeout=PATIENCE_S)
         assert b"Verify return code: 0 (ok)" in done.stdout, done
         assert b"Protocol  : TLSv1.2" in done.stdout
+        assert done.stdout.count(b"BEGIN CERTIFICATE") == 2
+        assert b"depth=2" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -187,9 +187,9 @@ def _candidates(draw: Draw, counts: tuple[int, int]) -> list[ShardCandidates]:
         ({}, True),
         ({"temperature": 1e-6, "top_k": 5, "top_p": 0.5}, True),
         ({"temperature": 0.7}, True),
-        ({"temperature": 0.7, "top_k": 5}, False),
-        ({"temperature": 0.7, "top_p": 0.5}, False),
-        ({"temperature": 0.7, "min_p": 0.1}, False),
+        ({"temperature": 0.7, "top_k": 5}, True),
+        ({"temperature": 0.7, "top_p": 0.5}, True),
+        ({"temperature": 0.7, "min_p": 0.1}, True),
         ({"temperature": 0.7, "repetition_penalty": 1.3}, False),
         ({"repetition_penalty": 1.3}, False),
         ({"presence_penalty": 0.1}, False),
@@ -201,11 +201,12 @@ def _candidates(draw: Draw, counts: tuple[int, int]) -> list[ShardCandidates]:
         ({"min_tokens": 3, "end_token_ids": [1]}, True),
     ],
 )
-def test_a_draw_is_plain_if_it_is_from_all_logits_as_they_are(changes: dict[str, Any], is_plain: bool) -> None:
+def test_a_draw_is_plain_if_it_is_from_logits_as_they_are(changes: dict[str, Any], is_plain: bool) -> None:
     sequence = SequenceSampling(sampling_of(**{"temperature": 0.0, **changes}), PROMPT, [5, 6, 7])
     row = sequence.draw()
     assert sequence.is_plain == is_plain
-    assert is_plain == (not row.is_filtered and row.edits is None and row.num_logprobs is None)
+    assert is_plain == (row.edits is None and row.num_logprobs is None)
+    assert sequence.is_filtered == row.is_filtered
 
 
 def test_a_draw_becomes_plain_once_it_may_end_and_stays_so() -> None:

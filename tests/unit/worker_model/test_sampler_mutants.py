@@ -17,7 +17,7 @@ from hetero_worker.sampling.edits import Bias, LogitEdits, Penalties, TokenCount
 from hetero_worker.sampling.logprobs import count_before
 from hetero_worker.sampling.noise import NoiseKey, gumbel_noise, gumbel_noise_at
 from hetero_worker.sampling.request import SequenceSampling
-from hetero_worker.sampling.shard import Float64Array, best_of_kept
+from hetero_worker.sampling.shard import Float64Array, ShardCandidates, candidates_of_shard
 from tests.support.sampling_checks import (
     VOCABULARY,
     check_distribution,
@@ -84,11 +84,11 @@ def _penalises_twice(patch: Patch) -> None:
 def _penalises_whole_rows_again(patch: Patch) -> None:
     """Candidates that did not suffice are asked for from logits that are edited once more."""
 
-    def mutant(scaled: torch.Tensor, rows: list[Any]) -> Float64Array:
-        edited = shard.edited_logits(scaled, rows, range(len(rows)), 0)
-        return best_of_kept(edited, rows)
+    def mutant(scaled: torch.Tensor, rows: list[Any], begin: int, *, wants_all: bool) -> list[ShardCandidates]:
+        edited = shard.edited_logits(scaled, rows, range(len(rows)), begin)
+        return candidates_of_shard(edited, rows, begin, wants_all=wants_all)
 
-    patch.setattr(sampler, "best_of_kept", mutant)
+    patch.setattr(sampler, "candidates_of_shard", mutant)
 
 
 def _counts_an_appended_token_twice(patch: Patch) -> None:

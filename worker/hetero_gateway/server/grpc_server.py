@@ -1,14 +1,19 @@
 """gRPC servers: their options, binding with errors that a person can act on, and what callers have to show.
 
 A server refuses before it allocates: messages are never decompressed (a small compressed message can be gigabytes), and
-connections, calls and headers are bounded.
+connections, calls and headers are bounded. So is the time for a call's message, and how many calls of one host have not
+sent theirs: calls that say nothing keep nobody out.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import inspect
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from typing import Any, Final
 
 import grpc
@@ -32,6 +37,12 @@ MAX_CALLS: Final = 4096
 MAX_METADATA_BYTES: Final = 16 * 1024
 HANDSHAKE_TIMEOUT_MS: Final = 10_000
 """A connection that has not said a word of HTTP/2 by then is closed."""
+MESSAGE_TIMEOUT_S: Final = 60.0
+"""For the whole message of a call, from its headers on: as for a body over HTTP."""
+MAX_SILENT_CALLS: Final = 256
+"""Calls of one host that wait for their message; one more ends with RESOURCE_EXHAUSTED."""
+IDLE_CONNECTION_MS: Final = 600_000
+"""A connection without calls is closed after this time; clients open another when they call."""
 UNBOUNDED: Final = -1
 """Size of messages that only an administrator gets: the records of all ranks in one."""
 
@@ -48,7 +59,9 @@ def new_server(
         ("grpc.max_receive_message_length", max_message_bytes),
     )
     return grpc.aio.server(
-        options=[*_shared_options(), *sizes], interceptors=list(interceptors), maximum_concurrent_rpcs=MAX_CALLS
+        options=[*_shared_options(), *sizes],
+        interceptors=[*interceptors, _MessageInterceptor()],
+        maximum_concurrent_rpcs=MAX_CALLS,
     )
 
 
@@ -71,6 +84,7 @@ def _shared_options() -> tuple[tuple[str, int], ...]:
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+        ("grpc.max_connection_idle_ms", IDLE_CONNECTION_MS),
     )
 
 
@@ -143,6 +157,69 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
         principal = self._guard.admit([value for key, value in metadata if key == AUTHORIZATION_KEY])
         if self._meters is not None and details.method not in self._uncounted:
             self._meters.of(principal).count_call()
+
+
+class _MessageInterceptor(grpc.aio.ServerInterceptor):
+    """Interceptor that bounds how long calls with one message wait for it, and how many of a host do.
+
+    gRPC itself waits without limit, with the call counted as one under way.
+    """
+
+    def __init__(self) -> None:
+        self._silent: Counter[str] = Counter()
+        """Calls that wait for their message, by host."""
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Make a handler of one message one that reads it itself, in time."""
+        handler: Any = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:
+            return handler  # type: ignore[no-any-return]
+        options = {
+            "request_deserializer": handler.request_deserializer, "response_serializer": handler.response_serializer,
+        }  # fmt: skip
+        if not handler.response_streaming:
+            return grpc.stream_unary_rpc_method_handler(self._answering(handler.unary_unary), **options)
+        method = handler.unary_stream
+        # gRPC tells methods that yield answers from those that write them by the same function.
+        reading = self._yielding(method) if inspect.isasyncgenfunction(method) else self._answering(method)
+        return grpc.stream_stream_rpc_method_handler(reading, **options)
+
+    def _answering(self, method: Any) -> Any:
+        async def answer(messages: AsyncIterator[Any], context: Context) -> Any:
+            return await method(await self._message(messages, context), context)
+
+        return answer
+
+    def _yielding(self, method: Any) -> Any:
+        async def stream(messages: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+            async with contextlib.aclosing(method(await self._message(messages, context), context)) as answers:
+                async for answer in answers:
+                    yield answer
+
+        return stream
+
+    async def _message(self, messages: AsyncIterator[Any], context: Context) -> Any:
+        host = str(context.peer()).rpartition(":")[0]
+        if self._silent[host] >= MAX_SILENT_CALLS:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_SILENT_CALLS} calls of this host have sent no message"
+            )
+        self._silent[host] += 1
+        try:
+            async with asyncio.timeout(MESSAGE_TIMEOUT_S):
+                return await anext(messages)
+        except TimeoutError:
+            await context.abort(
+                grpc.StatusCode.DEADLINE_EXCEEDED, f"the call's message did not come within {MESSAGE_TIMEOUT_S:g} s"
+            )
+        except StopAsyncIteration:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
+        finally:
+            self._silent[host] -= 1
+            if not self._silent[host]:
+                del self._silent[host]
 
 
 def _refusing(method: str, error: HeteroError) -> Callable[[object, Context], Awaitable[None]]:

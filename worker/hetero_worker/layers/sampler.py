@@ -20,10 +20,10 @@ from hetero_api.sharding import UnitRange
 from hetero_api.v1 import logprobs_pb2
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.sampling.base import HOST_SAMPLER, ShardSampler, StartedDraws, UnknownTokens
-from hetero_worker.sampling.decision import UNDECIDED, DrawBatch, decide_best
+from hetero_worker.sampling.decision import UNDECIDED, DrawBatch, decide_filtered
 from hetero_worker.sampling.logprobs import ShardLogprobs, TokenTarget, count_before, decide_logprobs, pack_shard
 from hetero_worker.sampling.request import SamplingRow
-from hetero_worker.sampling.shard import Float64Array, best_of_kept, scaled_logits
+from hetero_worker.sampling.shard import MAX_IDS, Float64Array, candidates_of_shard, scaled_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,10 @@ def start_draws(
 
     `unknown` is for a rank alone whose sampler decides. Raises as ShardSampler.start does.
     """
-    own = head_ranges[exchange.rank]
-    if not own.size:
+    shards = _Shards(tuple(head_ranges), exchange)
+    if not shards.own.size:
         return None
-    is_whole = exchange.world_size == 1 and sampler.decides
-    return sampler.start(rows, logits, own.begin, is_whole=is_whole, unknown=unknown)
+    return sampler.start(rows, logits, shards.own.begin, is_whole=shards.decide_alone(sampler), unknown=unknown)
 
 
 def prompt_logprobs(
@@ -136,6 +135,10 @@ class _Shards:
     def own(self) -> UnitRange:
         return self.head_ranges[self.exchange.rank]
 
+    def decide_alone(self, sampler: ShardSampler) -> bool:
+        """Return whether the sampler makes whole draws: this rank has all of a vocabulary that it can number."""
+        return self.exchange.world_size == 1 and sampler.decides and self.own.size <= MAX_IDS
+
     @property
     def filled(self) -> list[UnitRange]:
         """Shards that have rows; ranks without rows send nothing."""
@@ -168,7 +171,7 @@ def _draw(
     sampler: ShardSampler,
     started: StartedDraws | None,
 ) -> list[int]:
-    batch = DrawBatch(rows, shards_filter=shards.exchange.world_size == 1 and sampler.decides)
+    batch = DrawBatch(rows, shards_filter=shards.decide_alone(sampler))
     sizes = [shard.size for shard in shards.filled]
     message = None if started is None else batch.pack(started.read())
     messages = shards.gather(message, [batch.message_size(size) for size in sizes])
@@ -188,8 +191,11 @@ def _draw_whole(
     chosen = [rows[i] for i in undecided]
     own = scaled_logits(sampler.to_host(logits, undecided), chosen, range(len(chosen)), shards.own.begin)
     whole = gather_logits(own, shards.head_ranges, shards.exchange)
-    decided = decide_best([best_of_kept(whole, chosen)], chosen) if shards.exchange.rank == 0 else None
-    return shards.broadcast(decided, len(undecided))
+    if shards.exchange.rank != 0:
+        return shards.broadcast(None, len(undecided))
+    candidates = candidates_of_shard(whole, chosen, 0, wants_all=True)
+    decided = [decide_filtered([its], row) for its, row in zip(candidates, chosen, strict=True)]
+    return shards.broadcast([UNDECIDED if token is None else token for token in decided], len(undecided))
 
 
 def _sampled_logprobs(

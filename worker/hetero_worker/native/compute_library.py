@@ -22,7 +22,8 @@ from hetero_worker.native.build import COMPUTE_HEADER, COMPUTE_LIBRARY, compute_
 from hetero_worker.native.loading import Loaded, declare, open_checked
 
 _ADDRESSED: Final = (
-    "void", "float", "int32_t", "int64_t", "uint64_t", "hc_op", "hc_weight", "hc_expert", "hc_factors", "hc_linear_op",
+    "void", "float", "double", "int32_t", "uint32_t", "int64_t", "uint64_t", "hc_op", "hc_weight", "hc_expert",
+    "hc_factors", "hc_linear_op",
 )  # fmt: skip
 ffi: Final = declare(COMPUTE_HEADER, addressed=_ADDRESSED)
 _KINDS: Final[Mapping[str, int]] = ffi.typeof("enum hc_kind").relements

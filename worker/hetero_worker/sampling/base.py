@@ -16,7 +16,7 @@ import torch
 
 from hetero_worker.memory.streams import HOST
 from hetero_worker.sampling.request import SamplingRow
-from hetero_worker.sampling.shard import NoisyBest, ShardDraws, draws_of_shard, noisy_best, take_rows
+from hetero_worker.sampling.shard import BestDraws, ShardDraws, draws_of_shard, noisy_best, take_rows
 
 
 class PendingCopy(Protocol):
@@ -100,10 +100,11 @@ class HostSampler:
     """ShardSampler for logits on the host; others are copied there whole."""
 
     name = "host"
-    decides = True
 
-    def __init__(self, best_of: NoisyBest = noisy_best) -> None:
+    def __init__(self, best_of: BestDraws = noisy_best) -> None:
+        """Create a sampler that decides draws of a whole vocabulary unless `best_of` is torch's, without filters."""
         self._best_of = best_of
+        self.decides = best_of is not noisy_best
 
     def start(
         self,

@@ -86,12 +86,13 @@ class SequenceSampling:
         self.num_prompt_logprobs = sampling.num_prompt_logprobs if sampling.HasField("num_prompt_logprobs") else None
         self.pooling = sampling.pooling
         is_edited = self._bias is not None or self._penalties is not None
-        self._draws_from_all = not (is_edited or self.num_logprobs is not None or self.draw().is_filtered)
+        self._is_unedited = not (is_edited or self.num_logprobs is not None)
+        self.is_filtered = self.draw().is_filtered
 
     @property
     def is_plain(self) -> bool:
-        """True if the next token and all after it are drawn from all unedited logits, without log-probabilities."""
-        return self._draws_from_all and (not len(self._end_ids) or self._num_output >= self._sampling.min_tokens)
+        """True if the next token and all after it are drawn from unedited logits, without log-probabilities."""
+        return self._is_unedited and (not len(self._end_ids) or self._num_output >= self._sampling.min_tokens)
 
     def append(self, token_id: int) -> None:
         """Add the next output token."""

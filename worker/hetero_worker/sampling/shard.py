@@ -1,10 +1,10 @@
 """A rank's side of sampling on the host: the message about its own vocabulary rows.
 
 For a draw without filters that is one pair (score, id), the best of the shard; so it is for a draw with filters where
-the shard is the whole vocabulary, which applies them. Elsewhere such a draw has the shard's top candidates in the order
-(scaled logit descending, id ascending), each with its noise, and the sum that decides where a nucleus ends. Candidates,
-nuclei and log-probabilities agree on this one order on every layout. Numbers travel as float64, which holds every id
-and every float32 exactly.
+the shard is the whole vocabulary and the native kernel applies them. Elsewhere such a draw has the shard's top
+candidates in the order (scaled logit descending, id ascending), each with its noise, and the sum that decides where a
+nucleus ends. Candidates, nuclei and log-probabilities agree on this one order on every layout. Numbers travel as
+float64, which holds every id and every float32 exactly.
 
 Logits are never changed: draws that edit theirs work on a copy.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ import torch
 from hetero_worker.native.compute_library import choose_op
 from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.sampling.edits import FloatArray
-from hetero_worker.sampling.noise import IdArray, NoiseKey, gumbel_noise, gumbel_noise_at
+from hetero_worker.sampling.noise import IdArray, gumbel_noise, gumbel_noise_at
 from hetero_worker.sampling.request import SamplingRow
 
 BEST_FIELDS: Final = 2
@@ -97,118 +97,99 @@ class ShardDraws:
     """Candidates by draw, for draws whose filters the shard could not apply by itself."""
 
 
-NoisyBest = Callable[[torch.Tensor, Sequence[float], Sequence[NoiseKey], int], Float64Array]
-"""`noisy_best`, or a kernel that gives the same numbers."""
+BestDraws = Callable[[torch.Tensor, Sequence[SamplingRow], int], Float64Array]
+"""`noisy_best`, or `native_best`."""
 
 
-def noisy_best(
-    logits: torch.Tensor, temperatures: Sequence[float], keys: Sequence[NoiseKey], begin: int
-) -> Float64Array:
-    """Return the best (score, id) of each row: float64 [rows, 2].
+def noisy_best(logits: torch.Tensor, rows: Sequence[SamplingRow], begin: int) -> Float64Array:
+    """Return the best (score, id) of each row without filters and edits: float64 [rows, 2].
 
     `logits` is float32 [rows, shard rows], the first column being vocabulary row `begin`. The score is the logit, or
     where there is a temperature the scaled logit plus noise. Among equal scores the lowest id wins. A score is NaN if a
     logit is.
     """
     best = _best(logits, begin)
-    for chunk in chunks_of([i for i, each in enumerate(temperatures) if each], logits.shape[1]):
-        scaled = take_rows(logits, chunk).div_(torch.tensor([[temperatures[i]] for i in chunk], dtype=torch.float32))
-        scores = gumbel_noise([keys[i] for i in chunk], begin=begin, count=logits.shape[1]).add_(scaled)
+    for chunk in chunks_of([i for i, row in enumerate(rows) if not row.is_greedy], logits.shape[1]):
+        scaled = take_rows(logits, chunk).div_(torch.tensor([[rows[i].temperature] for i in chunk]))
+        scores = gumbel_noise([rows[i].noise_key for i in chunk], begin=begin, count=logits.shape[1]).add_(scaled)
         best[chunk] = _best(scores, begin)
     return best
 
 
-def native_best(
-    op_queue: OpQueue, logits: torch.Tensor, temperatures: Sequence[float], keys: Sequence[NoiseKey], begin: int
-) -> Float64Array:
-    """Return `noisy_best` by the native kernel: the same numbers to the last bit, many times as fast."""
-    rows, columns = logits.shape
+class RowParameters:
+    """Sampling parameters of up to so many rows, where native draws read them."""
+
+    def __init__(self, most_rows: int) -> None:
+        self._temperatures = np.zeros(most_rows, dtype=np.float32)
+        self._seeds = np.zeros(most_rows, dtype=np.uint64)
+        self._top_k = np.zeros(most_rows, dtype=np.uint32)
+        self._top_p = np.ones(most_rows)
+        self._min_logs = np.full(most_rows, -np.inf)
+
+    def fill(self, rows: Sequence[SamplingRow]) -> None:
+        """Take those of the next draws."""
+        count = len(rows)
+        self._temperatures[:count] = [row.noise_temperature for row in rows]
+        self._seeds[:count] = [row.seed for row in rows]
+        self._top_k[:count] = [row.top_k for row in rows]
+        self._top_p[:count] = [row.top_p for row in rows]
+        self._min_logs[:count] = [math.log(row.min_p) if row.min_p > 0.0 else -math.inf for row in rows]
+
+    def set(self, op: Any, *, is_whole: bool) -> None:
+        """Let a choose_op read them; filters only where it has the whole vocabulary."""
+        op.temperatures, op.seeds = self._temperatures.ctypes.data, self._seeds.ctypes.data
+        if is_whole:
+            op.top_k, op.top_p = self._top_k.ctypes.data, self._top_p.ctypes.data
+            op.min_logs = self._min_logs.ctypes.data
+
+
+def native_best(op_queue: OpQueue, logits: torch.Tensor, rows: Sequence[SamplingRow], begin: int) -> Float64Array:
+    """Return `noisy_best` by the native kernel: the same numbers to the last bit, many times as fast.
+
+    Draws with filters are of what these leave; `logits` must then have the whole vocabulary.
+    """
+    draws, columns = logits.shape
     if begin + columns > MAX_IDS:
-        return noisy_best(logits, temperatures, keys, begin)
-    x, divisors = logits.contiguous(), np.array(temperatures, dtype=np.float32)
-    seeds = np.array([key.seed for key in keys], dtype=np.uint64)
-    before = np.array([key.position - 1 for key in keys], dtype=np.int64)
-    best = np.empty((rows, BEST_FIELDS), dtype=np.float32)
-    op = choose_op(rows, columns, x.data_ptr(), begin, 1, 0, best.ctypes.data)
+        return noisy_best(logits, rows, begin)
+    x, parameters = logits.contiguous(), RowParameters(draws)
+    parameters.fill(rows)
+    before = np.array([row.position - 1 for row in rows], dtype=np.int64)
+    best = np.empty((draws, BEST_FIELDS), dtype=np.float32)
+    op = choose_op(draws, columns, x.data_ptr(), begin, 1, 0, best.ctypes.data)
+    op.positions = before.ctypes.data
+    parameters.set(op, is_whole=any(row.is_filtered for row in rows))
     op.scratch = op_queue.scratch(op)
-    op.temperatures, op.seeds, op.positions = divisors.ctypes.data, seeds.ctypes.data, before.ctypes.data
     op_queue.submit(op)
     return best.astype(np.float64)
 
 
 def draws_of_shard(
-    logits: torch.Tensor, rows: Sequence[SamplingRow], begin: int, *, is_whole: bool, best_of: NoisyBest
+    logits: torch.Tensor, rows: Sequence[SamplingRow], begin: int, *, is_whole: bool, best_of: BestDraws
 ) -> ShardDraws:
     """Return a shard's part of each draw; draws that have filters have candidates, unless the shard is the whole.
 
-    `logits` is float32 [draws, shard rows] on the host, the first column being vocabulary row `begin`.
+    `logits` is float32 [draws, shard rows] on the host, the first column being vocabulary row `begin`. With `is_whole`
+    it is `best_of` that applies filters.
     """
-    filtered = [i for i, row in enumerate(rows) if row.is_filtered]
-    edited = [i for i, row in enumerate(rows) if row.edits is not None and not row.is_filtered]
-    temperatures, keys = [row.noise_temperature for row in rows], [row.noise_key for row in rows]
+    filtered = [] if is_whole else [i for i, row in enumerate(rows) if row.is_filtered]
+    edited = [i for i, row in enumerate(rows) if row.edits is not None and i not in filtered]
     later = {*filtered, *edited}
-    plain = [0.0 if i in later else temperature for i, temperature in enumerate(temperatures)]
-    draws = ShardDraws(best_of(logits, plain, keys, begin), {})
+    plain = [row._replace(temperature=0.0) if i in later else row for i, row in enumerate(rows)]
+    draws = ShardDraws(best_of(logits, plain, begin), {})
     for chunk in chunks_of(edited, logits.shape[1]):
-        own = edited_logits(logits, rows, chunk, begin)
-        draws.best[chunk] = best_of(own, [temperatures[i] for i in chunk], [keys[i] for i in chunk], begin)
+        draws.best[chunk] = best_of(edited_logits(logits, rows, chunk, begin), [rows[i] for i in chunk], begin)
     for chunk in chunks_of(filtered, logits.shape[1]):
         scaled, its = scaled_logits(logits, rows, chunk, begin), [rows[i] for i in chunk]
-        if is_whole:
-            draws.best[chunk] = best_of_kept(scaled, its, best_of)
-        else:
-            draws.candidates.update(zip(chunk, candidates_of_shard(scaled, its, begin), strict=True))
+        draws.candidates.update(zip(chunk, candidates_of_shard(scaled, its, begin), strict=True))
     return draws
 
 
-def best_of_kept(scaled: torch.Tensor, rows: Sequence[SamplingRow], best_of: NoisyBest = noisy_best) -> Float64Array:
-    """Return the best (score, id) of what filters leave of a whole vocabulary: float64 [rows, 2].
-
-    `scaled` is from `scaled_logits`, and is changed. Filters leave a head of the one order. So if the best of all is
-    not left, nothing behind it is, and the best of what comes before it is tried next. Nothing is sorted, and a nucleus
-    has the best of all as often as its mass says.
-    """
-    best, pending, totals = np.empty((len(rows), BEST_FIELDS)), list(range(len(rows))), dict[int, float]()
-    for i, (row, values) in enumerate(zip(rows, scaled.numpy(), strict=True)):
-        if row.top_k and not np.isnan(values.max()):
-            kept = best_first(values, min(row.top_k, len(values)))
-            head = values[kept]
-            values.fill(-np.inf)
-            values[kept] = head
-            totals[i] = log_sum_exp_of(head.astype(np.float64))
-    while pending:
-        keys = [rows[i].noise_key for i in pending]
-        own = scaled if len(pending) == len(rows) else take_rows(scaled, pending)
-        best[pending] = best_of(own, [1.0] * len(pending), keys, 0)
-        pending = [i for i in pending if not _is_left(scaled[i], int(best[i, 1]), rows[i], i, totals)]
-    return best
-
-
-def _is_left(scaled: torch.Tensor, column: int, row: SamplingRow, draw: int, totals: dict[int, float]) -> bool:
-    """Return whether a nucleus and min_p leave a column; if not, take out it and all behind it.
-
-    `totals` are logarithms of draws' masses, computed where they are first needed: often the column is the first.
-    """
+def candidates_of_shard(
+    scaled: torch.Tensor, rows: Sequence[SamplingRow], begin: int, *, wants_all: bool = False
+) -> list[ShardCandidates]:
+    """Return the top rows of a shard for each draw, or all of them; `scaled` is from `scaled_logits`."""
     values = scaled.numpy()
-    before = values > values[column]
-    before[:column] |= values[:column] == values[column]
-    ahead = values[before].astype(np.float64)
-    if not len(ahead):
-        return True  # the first of all, or no number
-    if row.has_nucleus and draw not in totals:
-        totals[draw] = float(log_sum_exp(scaled))
-    mass = np.exp(ahead - totals[draw]).sum() if row.has_nucleus else -math.inf
-    least = ahead.max() + math.log(row.min_p) if row.min_p > 0.0 else -math.inf
-    is_left = bool(values[column] >= least and mass < row.top_p)
-    if not is_left:
-        np.copyto(values, -np.inf, where=~before)
-    return is_left
-
-
-def candidates_of_shard(scaled: torch.Tensor, rows: Sequence[SamplingRow], begin: int) -> list[ShardCandidates]:
-    """Return the top rows of a shard for each draw; `scaled` is from `scaled_logits`."""
-    values = scaled.numpy()
-    counts = [row.num_candidates(values.shape[1]) for row in rows]
+    counts = [values.shape[1] if wants_all else row.num_candidates(values.shape[1]) for row in rows]
     totals = _nucleus_totals(scaled, rows)
     # NaN is the largest of all. Rank 0 refuses its draw, so the other candidates do not matter.
     largest = values.max(axis=1).tolist()

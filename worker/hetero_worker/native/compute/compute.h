@@ -341,7 +341,9 @@ typedef struct {
  * is the best of all. A score is the number, or where row i has a temperature number / temperature + Gumbel noise, which is
  * keyed by the seed, the position behind that of the row's input, and the column (sampling/noise.py). Ids are exact up to
  * 2^24. Places of other shards become zeros: the sum over all shards is what each has found, exactly, but for the sign of a
- * zero. */
+ * zero. A draw with filters is of the columns that they leave: of the top_k best numbers, of those whose predecessors weigh
+ * less than top_p of all that top_k leaves, and of those that are at least as likely as min_p says. It takes all columns of
+ * the vocabulary: its one shard. */
 typedef struct {
     hc_op op;
     uint64_t columns;
@@ -355,6 +357,9 @@ typedef struct {
     const uint64_t *seeds;     /* [rows] */
     const int64_t *positions;  /* of the inputs */
     const int64_t *inputs;     /* [rows]: the input that each row is of; NULL: its own */
+    const uint32_t *top_k;     /* [rows], of which 0 is all; NULL: no row has filters */
+    const double *top_p;       /* [rows], of which 1 is all, and 0 */
+    const double *min_logs;    /* [rows]: the logarithm of min_p, of which -INFINITY is all */
 } hc_choose_op;
 
 /* Of each draw takes the best of the shards, of equals the first; keeps it; and makes the inputs of a step that only

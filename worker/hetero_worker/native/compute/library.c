@@ -79,7 +79,7 @@ uint64_t hc_scratch_bytes(const hc_op *op, uint64_t team_size) {
     case HC_ATTEND_SPAN:
         return hc_attend_span_scratch((const hc_attend_span_op *)op, team_size);
     case HC_CHOOSE:
-        return team_size * op->rows * sizeof(hc_found);
+        return hc_choose_scratch((const hc_choose_op *)op, team_size);
     case HC_ROUTE:
         return hc_route_room_of((const hc_route_op *)op).bytes + team_size * hc_route_member_bytes((const hc_route_op *)op);
     case HC_EXPERTS:

@@ -5,8 +5,8 @@
  * until one is left; blocks' vectors are added in their order; then lanes are halved as the vectors were. What is missing of
  * the last block is 0. */
 #include "choosing.h"
+#include "exponential.h"
 #include "route.h"
-#include "vectors.h"
 
 extern hc_kernel HC_NAME(route);
 
@@ -45,24 +45,6 @@ static void widen_row(const void *from, uint64_t type, uint64_t count, float *to
     for (; i < count; i += HC_W)
         v_store(to + i, v_load_up_to_as(hc_at(from, i, type), count - i, type));
     memset(to + i, 0, (hc_round_up(count, HC_SUM_BLOCK) - i) * sizeof *to);
-}
-
-/* e to the x, of x no further from 0 than 86: with x = n ln 2 + r it is 2^n (1 + r + r^2 q(r)). What is no number stays so. */
-V_INLINE vf exponential(vf x) {
-    const vf lowest = v_all(-86.0f), highest = v_all(86.0f), rounding = v_all(0x1.8p23f);
-    x = v_choose(x < lowest, lowest, x);
-    x = v_choose(x > highest, highest, x);
-    vf shifted = x * 0x1.715476p0f + rounding; /* its last bits are n */
-    vf n = shifted - rounding;
-    vf r = x - n * 0x1.62e4p-1f;
-    r = r - n * 0x1.7f7d1cp-20f;
-    vf q = r * 0.00139337332f + 0.00836323538f;
-    q = q * r + 0.0416664642f;
-    q = q * r + 0.166665766f;
-    q = q * r + 0.5f;
-    vf power = q * (r * r) + r + 1.0f;
-    vi exponent = ((vi)shifted - (vi)rounding + 127) << 23;
-    return power * (vf)exponent;
 }
 
 /* 1 over the root of what is more than 0, in Newton's steps: roots are not rounded alike everywhere. */
@@ -124,7 +106,7 @@ static void choose_experts(const hc_choice *row) {
         vf logits = v_load(row->logits + i);
         if (op->bias)
             logits = logits + v_load_up_to(op->bias + i, op->experts - i);
-        vf scores = op->score == HC_SIGMOID ? 1.0f / (exponential(-logits) + 1.0f) : logits, preferred = scores;
+        vf scores = op->score == HC_SIGMOID ? 1.0f / (hc_exponential(-logits) + 1.0f) : logits, preferred = scores;
         if (op->correction)
             preferred = scores + v_load_up_to(op->correction + i, op->experts - i);
         v_store(row->logits + i, logits);
@@ -146,7 +128,7 @@ static float sum_own(const hc_choice *row, uint64_t count) {
 
 static void exponentials(const float *logits, uint64_t count, float largest, float *to) {
     for (uint64_t i = 0; i < count; i += HC_W)
-        v_store_up_to(to + i, exponential(v_load_up_to(logits + i, count - i) - largest), count - i);
+        v_store_up_to(to + i, hc_exponential(v_load_up_to(logits + i, count - i) - largest), count - i);
 }
 
 static void weigh(const hc_choice *row) {

@@ -1,10 +1,10 @@
 """Multi-step decode: plain steps one after another, with nothing in between.
 
-A step is *plain* if it only decodes and all its draws are from all logits, unedited: the largest one, or one with
-noise. A rank whose steps are recorded natively makes a plain step with its draws in one call (`recorded.sampling`).
-Plans that have come together and continue the same sequences become one multi-step: all are checked, and their blocks
-appended, before the first step; the inputs are made once; each step is a call; and the slots are brought up to date at
-the end. The host then pays once for coming back between steps with cold caches.
+A step is *plain* if it only decodes and all its draws are from unedited logits: the largest one, or one with noise; a
+rank alone also applies filters. A rank whose steps are recorded natively makes a plain step with its draws in one call
+(`recorded.sampling`). Plans that have come together and continue the same sequences become one multi-step: all are
+checked, and their blocks appended, before the first step; the inputs are made once; each step is a call; and the slots
+are brought up to date at the end. The host then pays once for coming back between steps with cold caches.
 
 A multi-step equals its single steps to the last bit. A step meets other ranks in the same rounds either way, so ranks
 need not agree on where multi-steps begin and end. They must agree on *which* steps draw by themselves, and one rank may
@@ -26,7 +26,7 @@ from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.runners.base import SampledToken, StepOutput
 from hetero_worker.runners.recorded.sampling import MAX_STEPS
 from hetero_worker.runners.running_step import StepContext
-from hetero_worker.runners.slots import SlotCounts, SlotTable
+from hetero_worker.runners.slots import SlotCounts
 from hetero_worker.runners.step_parts import MultiStepParts
 from hetero_worker.sampling.decision import check_finite
 
@@ -44,9 +44,13 @@ def may_follow(plan: ranks_pb2.StepPlan, first: ranks_pb2.StepPlan) -> bool:
     return plan.decode_slots == first.decode_slots
 
 
-def is_plain(plan: ranks_pb2.StepPlan, slots: SlotTable) -> bool:
+def is_plain(plan: ranks_pb2.StepPlan, context: StepContext) -> bool:
     """Return whether the step of an applied plan is plain. The answer is the same on every rank."""
-    return may_lead(plan) and all(slots.sampling(slot).is_plain for slot in plan.decode_slots)
+    if not may_lead(plan):
+        return False
+    samplings = [context.cache.slots.sampling(slot) for slot in plan.decode_slots]
+    takes_filters = context.exchange.world_size == 1
+    return all(sampling.is_plain and (takes_filters or not sampling.is_filtered) for sampling in samplings)
 
 
 class MultiStepDecode:

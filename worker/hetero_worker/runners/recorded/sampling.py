@@ -1,8 +1,8 @@
 """NativeSampling: the operations behind a recorded pass that draw its tokens and make them the next step's inputs.
 
-They serve draws from all logits as these are: the largest one, or one with noise. With them a step needs nothing from
-the host but its start, and consecutive steps are one call each (`multi_step`). The tokens are kept until the last of
-these steps is done.
+They serve draws from logits as these are: the largest one, or one with noise; a rank alone also applies filters. With
+them a step needs nothing from the host but its start, and consecutive steps are one call each (`multi_step`). The
+tokens are kept until the last of these steps is done.
 
 Each rank with vocabulary rows sends its best, and every rank decides: among equals the lowest id, as
 `sampling.decision` does. One sum brings the bests to all. Each rank has a place of its own in it and zeros in all
@@ -25,7 +25,7 @@ from hetero_worker.native.compute_library import choose_op, step_on_op
 from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.runners.forward import StepDraws
 from hetero_worker.sampling.request import SamplingRow
-from hetero_worker.sampling.shard import BEST_FIELDS
+from hetero_worker.sampling.shard import BEST_FIELDS, RowParameters
 
 MAX_STEPS: Final = 10
 """Steps whose draws are kept: as many as a gateway sends ahead (`lookahead.MOST` there)."""
@@ -40,8 +40,7 @@ class NativeSampling:
         self._num_kept = np.zeros(1, dtype=np.uint64)
         self._token_ids = np.zeros(MAX_STEPS * most_rows, dtype=np.int64)
         self._scores = np.zeros(MAX_STEPS * most_rows, dtype=np.float32)
-        self._temperatures = np.zeros(most_rows, dtype=np.float32)
-        self._seeds = np.zeros(most_rows, dtype=np.uint64)
+        self._parameters = RowParameters(most_rows)
 
     def submit(
         self, step: DecoderInput, logits: torch.Tensor | None, *, head_ranges: Sequence[UnitRange], exchange: Exchange
@@ -71,8 +70,7 @@ class NativeSampling:
         if steps > MAX_STEPS:
             raise ValueError(f"draws of {MAX_STEPS} steps are kept, not of {steps}")
         self._num_kept[0] = 0
-        self._temperatures[: len(rows)] = [row.noise_temperature for row in rows]
-        self._seeds[: len(rows)] = [row.seed for row in rows]
+        self._parameters.fill(rows)
 
     def of_steps(self, steps: int, rows: int) -> StepDraws:
         """Return the draws of so many steps since the restart. Raises RuntimeError if other steps have drawn."""
@@ -88,8 +86,8 @@ class NativeSampling:
         if logits.dtype != torch.float32 or not logits.is_contiguous() or logits.shape != (rows, own.size):
             raise ValueError(f"draws are of contiguous float32 logits, not of {logits.dtype} {tuple(logits.shape)}")
         op = choose_op(rows, own.size, logits.data_ptr(), own.begin, shards, place, best.data_ptr())
+        self._parameters.set(op, is_whole=shards == 1)
         op.scratch = self._op_queue.scratch(op)
-        op.temperatures, op.seeds = self._temperatures.ctypes.data, self._seeds.ctypes.data
         return op
 
     def _step_on(self, step: DecoderInput, best: torch.Tensor, inputs: torch.Tensor) -> None:
