@@ -198,6 +198,21 @@ async def test_a_client_refuses_a_gateway_that_is_not_the_one_it_means(
             await http.get("/health")
 
 
+async def test_a_client_refuses_a_certificate_that_has_expired_meanwhile(authority: Authority, tmp_path: Path) -> None:
+    lasts = datetime.timedelta(seconds=8)
+    ends = datetime.datetime.now(datetime.UTC) + lasts
+    files = TlsFiles(authority.write(tmp_path / "tls", lasts=lasts), dns_names=(NAME,))
+    async with TlsBench(tmp_path, files) as bench:
+        await bench.join()
+        await asyncio.sleep(max((ends - datetime.datetime.now(datetime.UTC)).total_seconds() + 1, 0))
+        async with bench.client(authority.access()) as client:
+            with pytest.raises(AccessError, match="certificate has expired"):
+                await client.generate_text("hello")
+        async with bench.http(authority.context()) as http:
+            with pytest.raises(httpx.ConnectError, match="certificate has expired"):
+                await http.get("/health")
+
+
 async def test_a_new_certificate_breaks_no_stream_and_is_shown_to_whoever_comes_next(
     encrypted: TlsBench, authority: Authority, tmp_path: Path
 ) -> None:
