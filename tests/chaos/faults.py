@@ -122,10 +122,11 @@ def _cache(scene: Scene) -> Path:
 # --- weights --------------------------------------------------------------------------------------------------
 
 
-def _with_other_weights(scene: Scene, change: Callable[[bytes], bytes], *, is_readable: bool = False) -> None:
-    """A rank starts again from a file that is not what it was.
+def _with_other_weights(scene: Scene, change: Callable[[bytes], bytes], *, is_alone: bool) -> None:
+    """Ranks start again from a file that is not what it was.
 
-    One that can be read makes a rank that the group refuses, until it starts again from the right file.
+    One alone is refused by the group, until it starts again from the right file. All of them end the group if they
+    cannot read it.
     """
     path = scene.model / MODEL_FILE
     genuine = path.read_bytes()
@@ -135,19 +136,20 @@ def _with_other_weights(scene: Scene, change: Callable[[bytes], bytes], *, is_re
     path.rename(whole)
     spoilt.rename(path)
     try:
-        scene.strike("holder", signal.SIGKILL)
-        if is_readable:
+        for role in ("holder",) if is_alone else ("leader", "holder", "helper"):
+            scene.strike(role, signal.SIGKILL)
+        if is_alone:
             time.sleep(2 * HOLD_S)
         else:
             wait_until(lambda: scene.group.process.poll() is not None, 60, scene.group.describe)
     finally:
         whole.rename(path)
-    if is_readable:
+    if is_alone:
         scene.strike("holder", signal.SIGKILL)
 
 
-def _spoils(change: Callable[[bytes], bytes], *, is_readable: bool = False) -> Callable[[Scene], None]:
-    return partial(_with_other_weights, change=change, is_readable=is_readable)
+def _spoils(change: Callable[[bytes], bytes], *, is_alone: bool = True) -> Callable[[Scene], None]:
+    return partial(_with_other_weights, change=change, is_alone=is_alone)
 
 
 def _cut(content: bytes) -> bytes:
@@ -323,10 +325,12 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault("kill gateway beside a GPU", kills("gateway"), _HEALS, ("decode",), MIXED, loses_gateway=True),
     # Another spec at the same doors.
     Fault("roll-out", Scene.roll_out, _HEALS, ("decode", "queueing", "healing", "asleep"), loses_gateway=True),
+    # Weights.
+    Fault("weights are cut", _spoils(_cut), _HEALS, ("decode", "asleep"), target="holder"),
+    Fault("weights are others", _spoils(_flipped), _HEALS, ("decode", "asleep"), target="holder"),
+    Fault("weights have no header", _spoils(_no_header), _HEALS, ("decode", "asleep"), target="holder"),
     # What cannot be healed.
-    Fault("weights are cut", _spoils(_cut, is_readable=True), _HEALS, ("decode", "asleep"), target="holder"),
-    Fault("weights are others", _spoils(_flipped, is_readable=True), _HEALS, ("decode", "asleep"), target="holder"),
-    Fault("weights have no header", _spoils(_no_header), _ENDS, ("decode",), target="holder"),
+    Fault("all weights have no header", _spoils(_no_header, is_alone=False), _ENDS, ("decode",)),
     Fault("kill launcher", kills(LAUNCHER), _ENDS, ("prefill", "decode", "healing", "asleep")),
     Fault("end launcher", kills(LAUNCHER, number=signal.SIGTERM), _ENDS, ("prefill", "decode", "healing", "asleep")),
 )  # fmt: skip

@@ -1,10 +1,10 @@
 """Draws tokens from logits whose vocabulary rows lie on different ranks.
 
-A step takes one gathering round and one broadcast: every rank sends the best of its shard, or candidates for draws
-with filters; rank 0 decides and sends the tokens to all. Only when the candidates do not prove where a filter ends (a
-nucleus of more than some hundred tokens) a second pair of rounds brings the whole rows of those draws. The broadcast
-says so, and all ranks take the same rounds. Log-probabilities take two more gathering rounds, in steps where a draw
-wants them.
+A step takes one gathering round and one broadcast: every rank sends the best of its shard, or candidates for draws with
+filters; rank 0 decides and sends the tokens to all. Where it has the whole vocabulary nothing is gathered. Only when
+the candidates do not prove where a filter ends (a nucleus of more than some hundred tokens) a second pair of rounds
+brings the whole rows of those draws. The broadcast says so, and all ranks take the same rounds. Log-probabilities take
+two more gathering rounds, in steps where a draw wants them.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def start_draws(
 ) -> StartedDraws | None:
     """Start the draws of `sample_tokens`; None on a rank without vocabulary rows.
 
-    `unknown` is for a rank alone whose sampler decides. Raises as ShardSampler.start does.
+    `unknown` is for a rank with the whole vocabulary whose sampler decides. Raises as ShardSampler.start does.
     """
     shards = _Shards(tuple(head_ranges), exchange)
     if not shards.own.size:
@@ -135,9 +135,14 @@ class _Shards:
     def own(self) -> UnitRange:
         return self.head_ranges[self.exchange.rank]
 
+    @property
+    def are_one(self) -> bool:
+        """Whether rank 0 has the whole vocabulary."""
+        return all(not rows.size for rows in self.head_ranges[1:])
+
     def decide_alone(self, sampler: ShardSampler) -> bool:
-        """Return whether the sampler makes whole draws: this rank has all of a vocabulary that it can number."""
-        return self.exchange.world_size == 1 and sampler.decides and self.own.size <= MAX_IDS
+        """Return whether the sampler makes whole draws: of one shard, of no more tokens than have numbers."""
+        return self.are_one and sampler.decides and self.own.size <= MAX_IDS
 
     @property
     def filled(self) -> list[UnitRange]:
@@ -145,8 +150,11 @@ class _Shards:
         return [rows for rows in self.head_ranges if rows.size]
 
     def gather(self, message: Float64Array | None, sizes: Sequence[int]) -> list[Float64Array]:
-        """Return the messages of all filled shards, sizes[i] elements from the i-th; a rank without rows sends None."""
-        if self.exchange.world_size == 1:
+        """Return the messages of all filled shards, sizes[i] elements from the i-th; a rank without rows sends None.
+
+        Where rank 0 has all rows there is its own, which only it has.
+        """
+        if self.are_one:
             return [] if message is None else [message]
         of_filled = iter(sizes)
         counts = [next(of_filled) if rows.size else 0 for rows in self.head_ranges]

@@ -1,10 +1,11 @@
 """Multi-step decode: plain steps one after another, with nothing in between.
 
-A step is *plain* if it only decodes and all its draws are from unedited logits: the largest one, or one with noise; a
-rank alone also applies filters. A rank whose steps are recorded natively makes a plain step with its draws in one call
-(`recorded.sampling`). Plans that have come together and continue the same sequences become one multi-step: all are
-checked, and their blocks appended, before the first step; the inputs are made once; each step is a call; and the slots
-are brought up to date at the end. The host then pays once for coming back between steps with cold caches.
+A step is *plain* if it only decodes and all its draws are from unedited logits: the largest one, or one with noise, and
+where rank 0 has the whole vocabulary also of what filters leave. A rank whose steps are recorded natively makes a plain
+step with its draws in one call (`recorded.sampling`). Plans that have come together and continue the same sequences
+become one multi-step: all are checked, and their blocks appended, before the first step; the inputs are made once; each
+step is a call; and the slots are brought up to date at the end. The host then pays once for coming back between steps
+with cold caches.
 
 A multi-step equals its single steps to the last bit. A step meets other ranks in the same rounds either way, so ranks
 need not agree on where multi-steps begin and end. They must agree on *which* steps draw by themselves, and one rank may
@@ -49,7 +50,7 @@ def is_plain(plan: ranks_pb2.StepPlan, context: StepContext) -> bool:
     if not may_lead(plan):
         return False
     samplings = [context.cache.slots.sampling(slot) for slot in plan.decode_slots]
-    takes_filters = context.exchange.world_size == 1
+    takes_filters = all(not rows.size for rows in context.head_ranges[1:])
     return all(sampling.is_plain and (takes_filters or not sampling.is_filtered) for sampling in samplings)
 
 

@@ -1,8 +1,8 @@
 """NativeSampling: the operations behind a recorded pass that draw its tokens and make them the next step's inputs.
 
-They serve draws from logits as these are: the largest one, or one with noise; a rank alone also applies filters. With
-them a step needs nothing from the host but its start, and consecutive steps are one call each (`multi_step`). The
-tokens are kept until the last of these steps is done.
+They serve draws from logits as these are: the largest one, or one with noise, and where rank 0 has the whole vocabulary
+also of what filters leave. With them a step needs nothing from the host but its start, and consecutive steps are one
+call each (`multi_step`). The tokens are kept until the last of these steps is done.
 
 Each rank with vocabulary rows sends its best, and every rank decides: among equals the lowest id, as
 `sampling.decision` does. One sum brings the bests to all. Each rank has a place of its own in it and zeros in all
