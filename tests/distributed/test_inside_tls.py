@@ -33,7 +33,7 @@ from tests.support.wire import Wire
 
 pytestmark = pytest.mark.distributed
 
-POD_IP = "127.0.0.1"
+POD_IP = "127.0.0.2"
 PROMPT = b"the secret prompt"
 TOKENS = {"group": "the-groups-own-token", "admin": "the-administrators-token"}
 PORTS = ("inference", "admin", "ranks", "http", "metrics", "health")

@@ -170,12 +170,19 @@ typedef struct {
     hc_view whole;
 } hc_filtered_row;
 
+static hc_filtered *state_of(const hc_choose_op *op, uint64_t row, uint64_t size) {
+    char *states = (char *)op->scratch + size * op->op.rows * sizeof(hc_found);
+    return (hc_filtered *)(states + row * hc_filter_bytes(op->columns));
+}
+
+static float *strips_of(hc_filtered *state) { return (float *)(state + 1) + 2 * HC_LISTED; }
+
+/* Once all members have found their best. */
 static hc_filtered_row filtered_row(const hc_choose_op *op, uint64_t row, uint64_t size) {
-    char *at = (char *)op->scratch + size * op->op.rows * sizeof(hc_found) + row * hc_filter_bytes(op->columns);
-    float *values = (float *)(at + sizeof(hc_filtered)), temperature = op->temperatures[row];
-    int32_t *columns = (int32_t *)(values + HC_LISTED);
+    hc_filtered *state = state_of(op, row, size);
+    float *values = (float *)(state + 1), temperature = op->temperatures[row];
     hc_view whole = {op->x + row * op->columns, NULL, op->columns, temperature, best_found(op, row, size).score / temperature};
-    return (hc_filtered_row){(hc_filtered *)at, values, columns, (float *)(columns + HC_LISTED), whole};
+    return (hc_filtered_row){state, values, (int32_t *)(values + HC_LISTED), strips_of(state), whole};
 }
 
 /* Whether something can be drawn; if not, the score tells why. */
@@ -303,7 +310,7 @@ void HC_NAME(choose)(const hc_op *header, hc_crew *crew, uint64_t member) {
         if (is_filtered(op, row)) {
             has_filters = 1;
             hc_share_of(groups, crew->size, member, &begin, &end);
-            float *strips = filtered_row(op, row, crew->size).strips + begin * HC_LANES;
+            float *strips = strips_of(state_of(op, row, crew->size)) + begin * HC_LANES;
             keep_strips(op->x + row * op->columns, begin * HC_STRIPS, end == groups ? op->columns : end * HC_STRIPS, strips);
         }
     }
