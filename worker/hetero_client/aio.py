@@ -21,7 +21,7 @@ from hetero_client import wire
 from hetero_client.access import Access, Calls
 from hetero_client.channel import error_from, open_aio_channel
 from hetero_client.client import CALL_TIMEOUT_S, RETRY_S, is_serving, may_serve, not_ready_message
-from hetero_client.errors import DeadlineError, RequestError, UnavailableError
+from hetero_client.errors import DeadlineError, QueueFullError, RequestError, UnavailableError
 from hetero_client.messages import ChatMessage, Completion, Event, GenerateOptions, ModelInfo, Prompt, ServerInfo
 from hetero_client.resuming import ResumableRequest, health_request
 
@@ -163,7 +163,7 @@ class AsyncHeteroClient:
         """Return when the server serves requests. Raises DeadlineError after `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
-            with suppress(UnavailableError, DeadlineError):
+            with suppress(UnavailableError, QueueFullError, DeadlineError):
                 if await self._watch_until_serving(left_s):
                     return
             await asyncio.sleep(min(RETRY_S, max(0.0, deadline - time.monotonic())))
