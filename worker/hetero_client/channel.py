@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from hetero_api.contract import MAX_INFERENCE_MESSAGE_BYTES
+from hetero_api.contract import ENV_CA_FILE, MAX_INFERENCE_MESSAGE_BYTES
 from hetero_client.access import Access
 from hetero_client.errors import (
     AccessError,
@@ -65,11 +65,11 @@ Options = Sequence[tuple[str, int | str]]
 """Options of a channel, as gRPC takes them."""
 
 
-def channel_options(address: str) -> Options:
+def channel_options(address: str, *, max_answer_bytes: int = MAX_INFERENCE_MESSAGE_BYTES) -> Options:
     """Return options for a channel to `address`: bounded messages, keepalive through long quiet prefills."""
     options: list[tuple[str, int | str]] = [
         ("grpc.max_send_message_length", MAX_INFERENCE_MESSAGE_BYTES),
-        ("grpc.max_receive_message_length", MAX_INFERENCE_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", max_answer_bytes),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.max_pings_without_data", 0),
@@ -82,9 +82,9 @@ def channel_options(address: str) -> Options:
     return options
 
 
-def open_channel(address: str, access: Access) -> grpc.Channel:
+def open_channel(address: str, access: Access, *, max_answer_bytes: int = MAX_INFERENCE_MESSAGE_BYTES) -> grpc.Channel:
     """Return a channel to `address`. Raises CredentialsError where a key would travel unencrypted between machines."""
-    credentials, options = _credentials(address, access), channel_options(address)
+    credentials, options = _credentials(address, access), channel_options(address, max_answer_bytes=max_answer_bytes)
     if credentials is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, credentials, options=options)
@@ -102,12 +102,17 @@ def _credentials(address: str, access: Access) -> grpc.ChannelCredentials | None
     """Return the credentials of TLS, None without it."""
     if access.uses_tls:
         return grpc.ssl_channel_credentials(access.ca, access.private_key, access.certificate)
+    check_encrypted(address, access)
+    return None
+
+
+def check_encrypted(address: str, access: Access) -> None:
+    """Raise CredentialsError where a key would travel unencrypted to another machine and nobody said that it may."""
     if access.api_key and access.tls is None and not (is_loopback(address) or address.startswith("unix:")):
         raise CredentialsError(
-            f"a key would travel unencrypted to {address}; give the gateway's authority (--ca FILE) or --tls, or say "
-            "--no-tls where nobody can listen"
+            f"a key would travel unencrypted to {address}; give the gateway's authority (--ca FILE or {ENV_CA_FILE}) "
+            "or --tls, or say --no-tls where nobody can listen"
         )
-    return None
 
 
 def is_loopback(address: str) -> bool:
