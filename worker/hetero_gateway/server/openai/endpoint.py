@@ -112,6 +112,7 @@ class OpenAiEndpoint:
         self._loads_adapters = model.group_settings.spec.engine.adapters.over_http
         self._intake = intake
         self._tokenizer = model.tokenizer
+        self._special_ids = frozenset(model.tokenizer.special_ids.values())
         self._eos_token_ids = model.engine_config.eos_token_ids
         self._reader = reader
         self._embedder = Embedder(intake, reader)
@@ -292,7 +293,9 @@ class OpenAiEndpoint:
             name = self._shown_name(body.model)
             call = Call(
                 parts,
-                formatter=formatter(ticket.call_id, name, self._tokenizer.token_bytes, body.wants_logprobs),
+                formatter=formatter(
+                    ticket.call_id, name, self._tokenizer.token_bytes, body.wants_logprobs, self._special_ids
+                ),
                 echo=self._tokenizer.decode if body.wants_echo else None,
             )
             if body.stream:
