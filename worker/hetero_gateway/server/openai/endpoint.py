@@ -235,14 +235,17 @@ class OpenAiEndpoint:
         """Answer a call that asks for no completions: read its body as `kind`, and return what `answer` returns."""
 
         async def respond(ticket: _Ticket, cleanup: ExitStack) -> Response:  # noqa: ARG001
-            async with self._bodies.received(request) as data:
-                body = await self._reader.run(lambda: parse_body(kind, data, ticket.ignored), cost=len(data))
-                asked = body.model if isinstance(body, TokensBody) else None
-                if asked is not None and self._adapter_of(asked) is not None and kind is EmbeddingsBody:
-                    raise Failure(400, "invalid_request_error", "model: adapters make no embeddings", param="model")
-                return ticket.whole(await answer(body))
+            body = await self._body(request, kind, ticket)
+            asked = body.model if isinstance(body, TokensBody) else None
+            if asked is not None and self._adapter_of(asked) is not None and kind is EmbeddingsBody:
+                raise Failure(400, "invalid_request_error", "model: adapters make no embeddings", param="model")
+            return ticket.whole(await answer(body))
 
         return await self._accounted(request, respond)
+
+    async def _body(self, request: Request, kind: type[A], ticket: _Ticket) -> A:
+        async with self._bodies.received(request) as data:
+            return await self._reader.run(lambda: parse_body(kind, data, ticket.ignored), cost=len(data))
 
     async def _accounted(
         self, request: Request, respond: Callable[[_Ticket, ExitStack], Awaitable[Response]]
@@ -348,10 +351,11 @@ class OpenAiEndpoint:
         """Submit all requests; when one is refused, none is left in flight."""
         parts: list[Part] = []
         with ExitStack() as cleanup:
-            for each in asked:
-                first = parts[-1].choices.stop if parts else 0
-                stream = self._intake.submit(each)
+            streams = self._intake.submit_all(asked)
+            for stream in streams:
                 cleanup.callback(stream.cancel)
+            for each, stream in zip(asked, streams, strict=True):
+                first = parts[-1].choices.stop if parts else 0
                 new_parser = None if answer is None else self._parser_of(answer, each)
                 parts.append(
                     Part(each, stream, first_choice=first, eos_token_ids=self._eos_token_ids, new_parser=new_parser)
