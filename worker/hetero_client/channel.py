@@ -49,6 +49,8 @@ _TRANSPORT_WORDS: Final = (
     "broken pipe",
     "dns ",
 )
+_TOO_LARGE: Final = "larger than max"
+"""Words of gRPC's where a message is; sent again, it would be as large."""
 _REFUSED_CERTIFICATE: Final = re.compile(r"(?:CERTIFICATE_VERIFY_FAILED: |(?=Peer name |Hostname Verification ))(.+)")
 """Words of gRPC's where a handshake of TLS fails for the server's certificate."""
 _PLAIN: Final[dict[grpc.StatusCode, Callable[..., RequestError]]] = {
@@ -138,6 +140,8 @@ def error_from(error: grpc.RpcError, *, address: str = "") -> RequestError:
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
         retry = _detail(metadata, error_details_pb2.RetryInfo)
         after_s = float(retry.retry_delay.ToTimedelta().total_seconds()) if retry.HasField("retry_delay") else None
+        if after_s is None and _TOO_LARGE in message.lower():
+            return InvalidRequestError(message, code=name)
         return QueueFullError(message, retry_after_s=after_s, code=name)
     if code == grpc.StatusCode.UNAVAILABLE:
         return _unavailable(message, address)

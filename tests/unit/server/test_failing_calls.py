@@ -91,7 +91,7 @@ async def test_of_several_prompts_none_is_left_when_one_is_refused(held: Gateway
     await held.gateway.wait_idle()
 
 
-@pytest.mark.parametrize("broken", ["started_event", "stream_event"])
+@pytest.mark.parametrize("broken", ["started_event", "stream_events"])
 async def test_a_grpc_stream_that_breaks_ends_its_request(
     ready: GatewayBench, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
