@@ -73,7 +73,7 @@ ADAPTER_PATHS: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """Paths that load and unload adapters, where spec.engine.adapters.overHttp asks for them."""
 CLIENT_CLOSED: Final = 499
 """Status, seen by nobody but the log and metrics, of a call whose client went away."""
-_DONE: Final = "data: [DONE]\n\n"
+_DONE: Final = b"data: [DONE]\n\n"
 _EVENT_STREAM: Final = "text/event-stream"
 _STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Headers by which proxies pass pieces on as they come."""
@@ -419,7 +419,7 @@ class _Ticket(Account):
 class _EventStream(StreamingResponse):
     """Response that ends its call's requests however it ends, also while a chunk is being sent."""
 
-    def __init__(self, events: AsyncIterator[str], call: Call, ticket: _Ticket) -> None:
+    def __init__(self, events: AsyncIterator[bytes], call: Call, ticket: _Ticket) -> None:
         super().__init__(events, media_type=_EVENT_STREAM, headers=ticket.headers() | _STREAM_HEADERS)
         self._call = call
         self._ticket = ticket
@@ -432,7 +432,7 @@ class _EventStream(StreamingResponse):
             self._ticket.close()
 
 
-async def _events(call: Call, options: StreamOptions, ticket: _Ticket) -> AsyncIterator[str]:
+async def _events(call: Call, options: StreamOptions, ticket: _Ticket) -> AsyncIterator[bytes]:
     try:
         async for chunk in call.chunks(usage_at_end=options.include_usage, usage_in_all=options.continuous_usage_stats):
             yield _event(chunk)
@@ -456,8 +456,8 @@ async def _unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) 
         answering.cancel()
 
 
-def _event(data: Json) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+def _event(data: Json) -> bytes:
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
 async def _wrong_door(request: Request, error: Exception) -> Response:
