@@ -143,8 +143,10 @@ async def test_a_reader_that_is_far_behind_gets_events_of_bounded_size(
         feed.push(token, TokenLogprobs(token_id=token))
     feed.close()
     feed.end(pb.Finished(index=0, reason=pb.FINISH_REASON_STOP))
-    *deltas, end = [event async for event in stream]
-    assert isinstance(end, pb.Finished)
+    events = [event async for event in stream]
+    assert isinstance(events.pop(), pb.Finished)
+    deltas = [event for event in events if isinstance(event, pb.Delta)]
+    assert len(deltas) == len(events)
     assert [token for delta in deltas for token in delta.token_ids] == tokens
     for delta in deltas[:-1]:
         assert delta.text == TOKENIZER.decode(delta.token_ids), "text goes with its tokens"
