@@ -7,16 +7,16 @@ names the fields.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 import grpc
 
-from hetero_api.contract import AUTHORIZATION_KEY
 from hetero_api.group_state import GroupState
 from hetero_api.sharding import UnitRange
 from hetero_api.v1 import admin_pb2, admin_pb2_grpc, ranks_pb2
-from hetero_client.channel import Options, channel_options, error_from
+from hetero_client.access import Access, Calls
+from hetero_client.channel import error_from, open_channel
 from hetero_client.messages import CacheLayout
 from hetero_client.progress import Amount
 from hetero_client.wire import dataclass_from
@@ -27,7 +27,8 @@ ADMIN_TIMEOUT_S: Final = 120.0
 WAKE_TIMEOUT_S: Final = 1800.0
 """Limit of calls that may read weights again."""
 _UNITS: Final = ("kv_heads", "mlp_columns", "experts")
-_RECEIVE_BOUND: Final = "grpc.max_receive_message_length"
+_UNBOUNDED: Final = -1
+"""Size of answers: one holds the profiles of all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,13 +234,17 @@ class ExpertsView:
 
 
 class AdminClient:
-    """Client of `hetero.v1.Admin` at `address` ("host:port"); `token` is the administrator's, if one is required."""
+    """Client of `hetero.v1.Admin` at `address` ("host:port"); `token` is the administrator's, if one is required.
 
-    def __init__(self, address: str, *, token: str | None = None, channel: grpc.Channel | None = None) -> None:
+    `access` has the certificates of a group whose inside is encrypted.
+    """
+
+    def __init__(self, address: str, *, token: str | None = None, access: Access | None = None) -> None:
+        """Raise CredentialsError where the token would travel unencrypted between machines."""
         self.address = address
-        self._metadata = () if token is None else ((AUTHORIZATION_KEY, f"Bearer {token}"),)
-        self._channel = channel or grpc.insecure_channel(address, options=_options(address))
-        self._stub = admin_pb2_grpc.AdminStub(self._channel)
+        access = replace(access or Access(), api_key=token or "")
+        self._channel = open_channel(address, access, max_answer_bytes=_UNBOUNDED)
+        self._stub = Calls(admin_pb2_grpc.AdminStub(self._channel), access.metadata)
 
     def topology(self, *, timeout_s: float = CALL_TIMEOUT_S, wait_for_ready: bool = False) -> GroupTopology:
         """Return the place and the shard of every rank.
@@ -326,7 +331,7 @@ class AdminClient:
 
     def _call(self, method: Any, request: Any, timeout_s: float | None, *, wait_for_ready: bool = False) -> Any:
         try:
-            return method(request, timeout=timeout_s, metadata=self._metadata, wait_for_ready=wait_for_ready)
+            return method(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
         except grpc.RpcError as error:
             raise error_from(error, address=self.address) from error
 
@@ -365,11 +370,6 @@ def placement_from(message: admin_pb2.PlacementReport) -> PlacementView:
         host_times=tuple(ExchangeTimeView(time.bytes, time.seconds) for time in message.host_times),
         device_times=tuple(ExchangeTimeView(time.bytes, time.seconds) for time in message.device_times),
     )
-
-
-def _options(address: str) -> Options:
-    """Return a client's options without the bound on answers: one answer holds the profiles of all ranks."""
-    return [*(option for option in channel_options(address) if option[0] != _RECEIVE_BOUND), (_RECEIVE_BOUND, -1)]
 
 
 def _word(name: str, prefix: str) -> str:

@@ -1,7 +1,7 @@
 """The asyncio client: `HeteroClient` with `await`.
 
 Make and use it on one event loop. Errors and the cancelling of closed streams are those of the synchronous client. A
-cancelled task cancels its call too.
+cancelled task cancels its call too, and whoever reads on gets RequestCancelledError.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hetero_client import wire
 from hetero_client.access import Access, Calls
 from hetero_client.channel import error_from, open_aio_channel
 from hetero_client.client import CALL_TIMEOUT_S, RETRY_S, is_serving, may_serve, not_ready_message
-from hetero_client.errors import DeadlineError, RequestError, UnavailableError
+from hetero_client.errors import DeadlineError, QueueFullError, RequestCancelledError, RequestError, UnavailableError
 from hetero_client.messages import ChatMessage, Completion, Event, GenerateOptions, ModelInfo, Prompt, ServerInfo
 from hetero_client.resuming import ResumableRequest, health_request
 
@@ -34,6 +34,7 @@ class AsyncGenerateStream(AsyncIterator[Event]):
         self._inference, self._health = inference, health
         self._address = address
         self._closed = asyncio.Event()
+        self._was_cancelled = False
         self._call = resumable.generate(inference)
 
     @property
@@ -42,6 +43,23 @@ class AsyncGenerateStream(AsyncIterator[Event]):
         return self._resumable.request_id
 
     async def __anext__(self) -> Event:
+        try:
+            event = await self._next()
+        except asyncio.CancelledError:
+            if not self._closed.is_set():  # the task was cancelled; otherwise aclose() ended the call
+                self._was_cancelled = True
+                await self.aclose()
+                raise
+            event = None
+        if event is not None:
+            return event
+        if self._was_cancelled:
+            problem = "a task that read its stream was cancelled, and the request with it"
+            raise RequestCancelledError(f"request {self.request_id}: {problem}", code="CANCELLED")
+        raise StopAsyncIteration
+
+    async def _next(self) -> Event | None:
+        """Return the next event; None at the end."""
         while not self._closed.is_set():
             try:
                 message = await self._call.read()
@@ -49,11 +67,6 @@ class AsyncGenerateStream(AsyncIterator[Event]):
                 if not self._closed.is_set():
                     await self._resume(error)
                 continue
-            except asyncio.CancelledError:
-                if not self._closed.is_set():  # the task was cancelled; otherwise aclose() ended the call
-                    self._call.cancel()
-                    raise
-                break
             if message is grpc.aio.EOF:
                 self._closed.set()
                 self._resumable.check_end()
@@ -61,7 +74,7 @@ class AsyncGenerateStream(AsyncIterator[Event]):
             event = self._resumable.read(message)
             if event is not None:
                 return event
-        raise StopAsyncIteration
+        return None
 
     async def aclose(self) -> None:
         """Cancel the call, unless it is over."""
@@ -163,7 +176,7 @@ class AsyncHeteroClient:
         """Return when the server serves requests. Raises DeadlineError after `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
-            with suppress(UnavailableError, DeadlineError):
+            with suppress(UnavailableError, QueueFullError, DeadlineError):
                 if await self._watch_until_serving(left_s):
                     return
             await asyncio.sleep(min(RETRY_S, max(0.0, deadline - time.monotonic())))

@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from hetero_api.contract import MAX_INFERENCE_MESSAGE_BYTES
+from hetero_api.contract import ENV_CA_FILE, MAX_INFERENCE_MESSAGE_BYTES
 from hetero_client.access import Access
 from hetero_client.errors import (
     AccessError,
@@ -49,6 +49,8 @@ _TRANSPORT_WORDS: Final = (
     "broken pipe",
     "dns ",
 )
+_TOO_LARGE: Final = "larger than max"
+"""Words of gRPC's where a message is; sent again, it would be as large."""
 _REFUSED_CERTIFICATE: Final = re.compile(r"(?:CERTIFICATE_VERIFY_FAILED: |(?=Peer name |Hostname Verification ))(.+)")
 """Words of gRPC's where a handshake of TLS fails for the server's certificate."""
 _PLAIN: Final[dict[grpc.StatusCode, Callable[..., RequestError]]] = {
@@ -65,11 +67,11 @@ Options = Sequence[tuple[str, int | str]]
 """Options of a channel, as gRPC takes them."""
 
 
-def channel_options(address: str) -> Options:
+def channel_options(address: str, *, max_answer_bytes: int = MAX_INFERENCE_MESSAGE_BYTES) -> Options:
     """Return options for a channel to `address`: bounded messages, keepalive through long quiet prefills."""
     options: list[tuple[str, int | str]] = [
         ("grpc.max_send_message_length", MAX_INFERENCE_MESSAGE_BYTES),
-        ("grpc.max_receive_message_length", MAX_INFERENCE_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", max_answer_bytes),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.max_pings_without_data", 0),
@@ -82,9 +84,9 @@ def channel_options(address: str) -> Options:
     return options
 
 
-def open_channel(address: str, access: Access) -> grpc.Channel:
+def open_channel(address: str, access: Access, *, max_answer_bytes: int = MAX_INFERENCE_MESSAGE_BYTES) -> grpc.Channel:
     """Return a channel to `address`. Raises CredentialsError where a key would travel unencrypted between machines."""
-    credentials, options = _credentials(address, access), channel_options(address)
+    credentials, options = _credentials(address, access), channel_options(address, max_answer_bytes=max_answer_bytes)
     if credentials is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, credentials, options=options)
@@ -102,12 +104,17 @@ def _credentials(address: str, access: Access) -> grpc.ChannelCredentials | None
     """Return the credentials of TLS, None without it."""
     if access.uses_tls:
         return grpc.ssl_channel_credentials(access.ca, access.private_key, access.certificate)
+    check_encrypted(address, access)
+    return None
+
+
+def check_encrypted(address: str, access: Access) -> None:
+    """Raise CredentialsError where a key would travel unencrypted to another machine and nobody said that it may."""
     if access.api_key and access.tls is None and not (is_loopback(address) or address.startswith("unix:")):
         raise CredentialsError(
-            f"a key would travel unencrypted to {address}; give the gateway's authority (--ca FILE) or --tls, or say "
-            "--no-tls where nobody can listen"
+            f"a key would travel unencrypted to {address}; give the gateway's authority (--ca FILE or {ENV_CA_FILE}) "
+            "or --tls, or say --no-tls where nobody can listen"
         )
-    return None
 
 
 def is_loopback(address: str) -> bool:
@@ -133,6 +140,8 @@ def error_from(error: grpc.RpcError, *, address: str = "") -> RequestError:
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
         retry = _detail(metadata, error_details_pb2.RetryInfo)
         after_s = float(retry.retry_delay.ToTimedelta().total_seconds()) if retry.HasField("retry_delay") else None
+        if after_s is None and _TOO_LARGE in message.lower():
+            return InvalidRequestError(message, code=name)
         return QueueFullError(message, retry_after_s=after_s, code=name)
     if code == grpc.StatusCode.UNAVAILABLE:
         return _unavailable(message, address)

@@ -21,7 +21,7 @@ from hetero_api.v1 import inference_pb2_grpc
 from hetero_client import wire
 from hetero_client.access import Access, Calls
 from hetero_client.channel import error_from, open_channel
-from hetero_client.errors import DeadlineError, RequestError, UnavailableError
+from hetero_client.errors import DeadlineError, QueueFullError, RequestError, UnavailableError
 from hetero_client.messages import ChatMessage, Completion, Event, GenerateOptions, ModelInfo, Prompt, ServerInfo
 from hetero_client.resuming import ResumableRequest, health_request
 
@@ -154,7 +154,7 @@ class HeteroClient:
         """Return when the server serves requests. Raises DeadlineError after `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
-            with suppress(UnavailableError, DeadlineError):
+            with suppress(UnavailableError, QueueFullError, DeadlineError):
                 if self._watch_until_serving(left_s):
                     return
             time.sleep(min(RETRY_S, max(0.0, deadline - time.monotonic())))

@@ -161,7 +161,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log-probabilities of the prompt's tokens but the first. Comes once, before the first Delta, if asked for."""
+    """Log-probabilities of the prompt's tokens but the first, if asked for, before the first Delta.
+
+    Those of a long prompt may come in several events, in order.
+    """
 
     positions: tuple[TokenLogprobs, ...]
 

@@ -63,7 +63,9 @@ class ResumableRequest:
         self._jitter = jitter
         self._received: list[list[int]] = [[] for _ in range(max(1, request.sampling.n))]
         self._finished: set[int] = set()
-        self._has_started = self._has_prompt_logprobs = False
+        self._has_started = False
+        self._num_prompt_logprobs = self._num_before = 0
+        """Log-probabilities of the prompt that the reader has, and those that came over this call."""
         self._calls = 0
         self._pause_s = FIRST_PAUSE_S
         self._broken_since_s: float | None = None
@@ -85,6 +87,7 @@ class ResumableRequest:
     def next_call(self) -> tuple[pb.GenerateRequest, float | None]:
         """Return the next request to send and the time it may take. Raises DeadlineError when no time is left."""
         self._calls += 1
+        self._num_before = 0
         if self._calls > 1:
             del self._request.received[:]
             for token_ids in self._received:
@@ -103,6 +106,8 @@ class ResumableRequest:
     def read(self, message: pb.GenerateEvent) -> Event | None:
         """Return the event for the caller; None if it came before, or is of an unknown kind."""
         event = wire.event_from(message)
+        if isinstance(event, PromptLogprobs):
+            event = self._fresh(event)
         if event is not None and not self._is_new(event):
             event = None
         if isinstance(event, Delta | Finished):
@@ -155,7 +160,7 @@ class ResumableRequest:
             case Started():
                 is_new, self._has_started = not self._has_started, True
             case PromptLogprobs():
-                is_new, self._has_prompt_logprobs = not self._has_prompt_logprobs, True
+                is_new = True
             case Delta():
                 is_new = event.index not in self._finished
                 if is_new:
@@ -164,6 +169,13 @@ class ResumableRequest:
                 is_new = event.index not in self._finished
                 self._finished.add(event.index)
         return is_new
+
+    def _fresh(self, event: PromptLogprobs) -> PromptLogprobs | None:
+        """Return what the reader lacks of them; None if it has all: a call that is repeated sends them again."""
+        begin = self._num_prompt_logprobs - self._num_before
+        self._num_before += len(event.positions)
+        self._num_prompt_logprobs = max(self._num_prompt_logprobs, self._num_before)
+        return PromptLogprobs(event.positions[begin:]) if begin < len(event.positions) else None
 
     def _left_s(self) -> float | None:
         if self._deadline_s is None:

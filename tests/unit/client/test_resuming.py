@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hetero_api.v1 import inference_pb2 as pb
+from hetero_api.v1.logprobs_pb2 import TokenLogprobs
 from hetero_client import (
     AsyncHeteroClient,
     Delta,
@@ -95,6 +96,19 @@ def test_completions_are_resumed_each_from_where_it_was(client: HeteroClient, ga
     assert [type(event) for event in events].count(PromptLogprobs) == 1
     assert all(len(e.logprobs) == len(e.token_ids) for e in events if isinstance(e, Delta))
     assert len(gateway.inference.requests[1].received) == 3
+
+
+def test_log_probabilities_of_a_prompt_in_several_events_come_once_each() -> None:
+    resumable = ResumableRequest(pb.GenerateRequest(text="x"), timeout_s=None, resume_timeout_s=1)
+    read: list[int] = []
+    for call in ([[1, 2], [3]], [[1, 2]], [[1], [2, 3, 4], [5]]):
+        resumable.next_call()
+        for part in call:
+            positions = [TokenLogprobs(token_id=token) for token in part]
+            event = resumable.read(pb.GenerateEvent(prompt_logprobs=pb.PromptLogprobs(positions=positions)))
+            assert event is None or isinstance(event, PromptLogprobs)
+            read += [each.token_id for each in event.positions] if event is not None else []
+    assert read == [1, 2, 3, 4, 5]
 
 
 def test_texts_at_once_survive_a_break(client: HeteroClient) -> None:

@@ -12,6 +12,7 @@ from hetero_api.group_state import GroupState
 from hetero_api.sharding import UnitRange
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_client.admin import GroupTopology, topology_from
+from hetero_client.cli.console import output, table_of
 from hetero_client.cli.tables import StartDisplay, duration, placement_cells, placement_view, rank_phase, topology_line
 
 pytestmark = pytest.mark.unit
@@ -198,3 +199,11 @@ def test_slices_of_experts_are_shown_by_their_columns() -> None:
     (rank,) = topology_from(admin_pb2.GetTopologyResponse(ranks=[admin_pb2.RankStatus(shard=shard)])).ranks
     assert rank.expert_columns == UnitRange(64, 192)
     assert placement_cells(rank)["MLP columns"] == "experts 0..3 (4), columns 64..191 (128) of each"
+
+
+@pytest.mark.parametrize("name", ["/data/[prod]/m.yaml", "/data/[/x]/m.yaml", "a:smile:b"])
+def test_names_in_a_table_are_no_markup(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    table = table_of("manifest")
+    table.add_row(name)
+    output().print(table)
+    assert name in capsys.readouterr().out

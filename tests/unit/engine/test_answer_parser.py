@@ -164,3 +164,14 @@ def test_long_runs_of_what_may_be_markup_take_little_time(name: str, unit: str) 
 @pytest.mark.parametrize("types", [frozenset(), frozenset(("number",)), frozenset(("string", "number"))])
 def test_numbers_that_json_has_not_are_texts(text: str, types: frozenset[str]) -> None:
     assert json_value(text, types) == json.dumps(text)
+
+
+@pytest.mark.parametrize("arguments", [r'{"text": "look \ud83d"}', r'"look \ud83d"'])
+def test_halves_of_surrogate_pairs_are_no_text(arguments: str) -> None:
+    parser = HERMES.parser()
+    text = f'<tool_call>\n{{"arguments": {arguments}, "name": "f\\ude00"}}\n</tool_call>'
+    start, told = parser.push(text) + parser.finish()
+    assert isinstance(start, CallStart)
+    assert isinstance(told, CallArguments)
+    assert start.name == "f\N{REPLACEMENT CHARACTER}"
+    assert "look \N{REPLACEMENT CHARACTER}" in told.text

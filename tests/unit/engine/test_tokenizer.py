@@ -415,3 +415,9 @@ def test_a_text_with_too_many_tokens_is_not_encoded_to_its_end(model: Path, monk
     with pytest.raises(InvalidRequest, match=r"prompt.*at least \d+ tokens"):
         tokenizer.encode(text, max_model_len=10_000)
     assert sum(encoded) < len(text) / 3
+
+
+@pytest.mark.parametrize("most", [None, 10])
+def test_half_a_surrogate_pair_is_no_text(model: Path, most: int | None) -> None:
+    with pytest.raises(InvalidRequest, match="cannot encode"):
+        TextTokenizer.from_directory(model).encode("look \ud83d", max_model_len=most)

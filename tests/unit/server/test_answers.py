@@ -15,10 +15,14 @@ from hetero_api.v1.logprobs_pb2 import TokenLogprobs
 from hetero_gateway.engine.errors import InvalidRequest
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.server.openai import answers
-from hetero_gateway.server.openai.answers import MANY_POSITIONS, ChatFormatter, CompletionFormatter, answer_of
+from hetero_gateway.server.openai.answers import MANY_POSITIONS, ChatFormatter, CompletionFormatter, Position, answer_of
 from hetero_gateway.server.openai.call import MAX_ECHOED, Call, Part, check_echo
 
 pytestmark = pytest.mark.unit
+
+
+SCORING = ranks_pb2.Sampling(num_logprobs=2, num_prompt_logprobs=2)
+EOS = 5
 
 
 class Stream:
@@ -47,7 +51,7 @@ def call_of(formatter: type[Any], num_tokens: int, *, num_prompt: int = 2, n: in
     ]
     ends = [pb.Finished(index=index, reason=pb.FINISH_REASON_STOP) for index in range(n)]
     stream: Any = Stream([pb.PromptLogprobs(positions=map(position, prompt[1:])), *delta, *ends])
-    asked = GenerationRequest(request_id="r", prompt_token_ids=prompt, sampling=ranks_pb2.Sampling(), n=n)
+    asked = GenerationRequest(request_id="r", prompt_token_ids=prompt, sampling=SCORING, n=n)
     part = Part(asked, stream, first_choice=0, eos_token_ids=frozenset())
     form = formatter("r", "m", lambda token_id: b"%03d" % token_id, True)
     return Call([part], formatter=form, echo=(lambda tokens: "p" * len(tokens)) if echo else None)
@@ -64,6 +68,45 @@ async def test_offsets_go_on_from_chunk_to_chunk() -> None:
             chunk["logprobs"]["text_offset"] for chunk in chunks if chunk["index"] == index and chunk["logprobs"]
         ]
         assert offsets == [[0, 3], [6, 9, 12]]
+
+
+def scored(sampling: ranks_pb2.Sampling, *, num_prompt: int) -> Call:
+    """An echoed prompt, and a completion of the token that ends it."""
+    prompt = tuple(range(10, 10 + num_prompt))
+    events: list[Any] = [pb.Delta(index=0, token_ids=[EOS]), pb.Finished(reason=pb.FINISH_REASON_STOP)]
+    if sampling.HasField("num_prompt_logprobs"):
+        events[0].logprobs.append(position(EOS))
+        events.insert(0, pb.PromptLogprobs(positions=map(position, prompt[1:])))
+    stream: Any = Stream(events)
+    asked = GenerationRequest(request_id="r", prompt_token_ids=prompt, sampling=sampling)
+    part = Part(asked, stream, first_choice=0, eos_token_ids=frozenset({EOS}))
+    form = CompletionFormatter("r", "m", lambda token_id: b"%03d" % token_id, bool(sampling.num_logprobs), {EOS})
+    return Call([part], formatter=form, echo=lambda tokens: "ppp" * len(tokens))
+
+
+async def test_the_token_that_ends_a_completion_has_its_position_and_no_text() -> None:
+    answer = json.loads(bytes((await scored(SCORING, num_prompt=4).whole()).body))["choices"][0]
+    assert answer["text"] == "p" * 12
+    shown = answer["logprobs"]
+    assert shown["tokens"] == ["010", "011", "012", "013", "005"]
+    assert shown["token_logprobs"] == [None, -1.5, -1.5, -1.5, -1.5]
+    assert shown["text_offset"] == [0, 3, 6, 9, 12]
+
+
+async def test_an_echo_without_log_probabilities_is_one_chunk() -> None:
+    chunks = await chunks_of(scored(ranks_pb2.Sampling(), num_prompt=10 * MANY_POSITIONS))
+    assert [bool(chunk["text"]) for chunk in chunks if chunk["finish_reason"] is None] == [True]
+
+
+def test_offsets_count_the_characters_of_the_text() -> None:
+    tokens = {1: b"<s>", 2: "é".encode(), 3: b"\xf0\x9f", 4: b"\x99\x82", 5: b"a"}
+    form = CompletionFormatter("r", "m", tokens.__getitem__, True, {1})
+    shown = form.logprobs(0, [Position(token, None) for token in tokens])
+    assert shown["text_offset"] == [0, 0, 1, 2, 2]  # of "é🙂a"
+    assert shown["tokens"] == ["<s>", "é", r"bytes:\xf0\x9f", r"bytes:\x99\x82", "a"]
+    top = TokenLogprobs(token_id=3, logprob=-3.0, top_token_ids=[4], top_logprobs=[-0.5])
+    (listed,) = form.logprobs(0, [Position(3, top)])["top_logprobs"]
+    assert listed == {r"bytes:\xf0\x9f": -3.0, r"bytes:\x99\x82": -0.5}
 
 
 @pytest.mark.parametrize("formatter", [ChatFormatter, CompletionFormatter])

@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from hetero_gateway.server.openai import http_server
 from tests.unit.engine.fake_ranks import embedding_alone
 from tests.unit.server.server_setup import GatewayBench, served_model
 
@@ -107,3 +108,21 @@ async def test_a_client_that_goes_away_leaves_nothing_in_flight(tmp_path: Path) 
             asking.cancel()
         await bench.until(lambda: bench.gateway.core.is_idle)
         rank.may_step.set()
+
+
+async def test_a_body_is_not_held_while_its_embeddings_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "SMALL_BODY_BYTES", 0)
+    monkeypatch.setattr(http_server, "MAX_BODIES_BYTES", 200)
+    async with GatewayBench(served_model(tmp_path)) as bench:
+        rank, _ = await bench.join()
+        rank.may_step.clear()
+        async with httpx.AsyncClient(base_url=f"http://{bench.addresses.http}", trust_env=False) as http:
+            body = {"model": NAME, "input": "a", "user": "u" * 100}
+            asking = asyncio.create_task(http.post("/v1/embeddings", json=body))
+            await bench.until(lambda: not bench.gateway.core.is_idle)
+            other = await http.post("/tokenize", json={"model": NAME, "prompt": "b" * 100})
+            assert other.status_code == 200
+            rank.may_step.set()
+            assert (await asking).status_code == 200

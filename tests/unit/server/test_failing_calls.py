@@ -62,6 +62,18 @@ async def test_a_stream_that_cannot_begin_ends_its_requests(
     await held.gateway.wait_idle()
 
 
+async def test_a_chunk_that_cannot_be_written_is_the_servers_error(
+    ready: GatewayBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers.CompletionFormatter, "delta_part", lambda *_: {"text": "\ud83d"})
+    answer = await _post(ready, stream=True)
+    assert '"code":"internal"' in answer.text
+    await wait_until(lambda: ready.gateway.core.is_idle)
+    async with httpx.AsyncClient(base_url=f"http://{ready.addresses.http}", trust_env=False) as http:
+        counted = (await http.get("/metrics")).text
+    assert 'hetero_http_calls_total{outcome="500"} 1.0' in counted
+
+
 @pytest.mark.parametrize("method", ["delta", "end"])
 async def test_a_stream_that_breaks_ends_its_requests(
     ready: GatewayBench, method: str, monkeypatch: pytest.MonkeyPatch
@@ -91,7 +103,7 @@ async def test_of_several_prompts_none_is_left_when_one_is_refused(held: Gateway
     await held.gateway.wait_idle()
 
 
-@pytest.mark.parametrize("broken", ["started_event", "stream_event"])
+@pytest.mark.parametrize("broken", ["started_event", "stream_events"])
 async def test_a_grpc_stream_that_breaks_ends_its_request(
     ready: GatewayBench, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

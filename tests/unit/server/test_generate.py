@@ -17,8 +17,10 @@ from grpc_status import rpc_status
 
 from hetero_api.model_directory import ModelSource, write_source
 from hetero_api.v1 import inference_pb2 as pb
+from hetero_api.v1.logprobs_pb2 import TokenLogprobs
 from hetero_gateway.engine.request import derived_seed
 from hetero_gateway.engine.stream import StreamEvent
+from hetero_gateway.server import inference
 from hetero_gateway.server.access.intake import Intake
 from hetero_gateway.server.access.limits import Meters
 from hetero_gateway.server.calls import InFlight
@@ -396,3 +398,28 @@ async def test_a_merged_answer_has_its_reasoning() -> None:
 
     delta, _ = [event async for event in merged(events())]
     assert delta == pb.Delta(reasoning="Hm", text="a", token_ids=[1, 2])
+
+
+async def test_an_answer_that_one_message_has_no_room_for_comes_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inference, "MAX_EVENT_BYTES", 20)
+
+    async def events() -> AsyncIterator[StreamEvent]:
+        for number in range(1, 6):
+            yield pb.Delta(text=f"text{number}", token_ids=[number])
+        yield pb.Finished()
+
+    deltas = [event async for event in merged(events()) if isinstance(event, pb.Delta)]
+    assert [list(delta.token_ids) for delta in deltas] == [[1, 2], [3, 4], [5]]
+    assert [delta.text for delta in deltas] == ["text1text2", "text3text4", "text5"]
+
+
+@pytest.mark.parametrize("number", [0, 1, 7, 100])
+def test_log_probabilities_of_a_long_prompt_come_in_several_messages(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inference, "MAX_EVENT_BYTES", 100)
+    positions = [TokenLogprobs(token_id=token, logprob=-1.5) for token in range(number)]
+    messages = list(inference.stream_events(pb.PromptLogprobs(positions=positions)))
+    assert [each for message in messages for each in message.prompt_logprobs.positions] == positions
+    assert messages
+    assert all(message.ByteSize() <= 110 for message in messages)

@@ -10,6 +10,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from hetero_gateway.server import health as health_module
+from hetero_gateway.server.health import MAX_WATCHERS_A_HOST
 from tests.unit.group.group_setup import PATIENCE_S
 from tests.unit.server.server_setup import GatewayBench
 
@@ -55,6 +57,30 @@ async def test_shutting_down_is_told_to_watchers_and_ends_their_streams(ready: G
     await ready.close()
     assert await next_status(call) == Status.NOT_SERVING
     assert await call.read() is grpc.aio.EOF
+
+
+@pytest.mark.parametrize("bound", ["MAX_WATCHERS", "MAX_WATCHERS_A_HOST"])
+async def test_watchers_are_bounded_and_who_leaves_makes_room(
+    ready: GatewayBench, monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    monkeypatch.setattr(health_module, bound, MAX_WATCHERS_A_HOST)
+    monkeypatch.setattr(health_module, "MAX_WATCHERS_A_HOST" if bound == "MAX_WATCHERS" else "MAX_WATCHERS", 10_000)
+    stub = health(ready, ready.addresses.inference)
+    leaving, *staying = [stub.Watch(asking("")) for _ in range(MAX_WATCHERS_A_HOST)]
+    for call in (leaving, *staying):
+        assert await next_status(call) == Status.SERVING
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await next_status(stub.Watch(asking("")))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (await stub.Check(asking(""))).status == Status.SERVING
+    leaving.cancel()
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                assert await next_status(stub.Watch(asking(""))) == Status.SERVING
+                break
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(0.01)  # the server has not heard of the leave yet
 
 
 async def test_an_unknown_service_is_not_found_to_check_and_stays_open_to_watch(ready: GatewayBench) -> None:

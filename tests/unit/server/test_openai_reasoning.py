@@ -10,6 +10,8 @@ import pytest
 
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1 import ranks_pb2
+from hetero_api.v1.logprobs_pb2 import TokenLogprobs
+from hetero_gateway.engine import stream as stream_module
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.stream import ReaderTurns, RequestStream
 from hetero_gateway.engine.text.answer_formats import FORMATS, AnswerFormat
@@ -121,3 +123,33 @@ def test_only_an_assistant_has_reasoning() -> None:
     (request,) = chat_requests(chat_body({"role": "user", "content": "hi", "reasoning_content": "b"}), "id")
     with pytest.raises(InvalidArguments, match="reasoning"):
         check_generate(request, vocab_size=300, max_model_len=64)
+
+
+@pytest.mark.parametrize("stop", [(), ("no such text",)])
+async def test_a_reader_that_is_far_behind_gets_events_of_bounded_size(
+    stop: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_module, "TOKENS_AN_EVENT", 4)
+    stream = RequestStream(
+        "id",
+        num_prompt_tokens=1,
+        detokenizers=[TOKENIZER.detokenizer(stop)],
+        cancel=lambda _: None,
+        turns=ReaderTurns(),
+    )
+    (feed,) = stream.feeds
+    tokens = TOKENIZER.encode("The quick brown fox jumps over the lazy dog")
+    for token in tokens:
+        feed.push(token, TokenLogprobs(token_id=token))
+    feed.close()
+    feed.end(pb.Finished(index=0, reason=pb.FINISH_REASON_STOP))
+    events = [event async for event in stream]
+    assert isinstance(events.pop(), pb.Finished)
+    deltas = [event for event in events if isinstance(event, pb.Delta)]
+    assert len(deltas) == len(events)
+    assert [token for delta in deltas for token in delta.token_ids] == tokens
+    for delta in deltas[:-1]:
+        assert delta.text == TOKENIZER.decode(delta.token_ids), "text goes with its tokens"
+        assert [each.token_id for each in delta.logprobs] == list(delta.token_ids)
+        assert len(delta.token_ids) == 4
+    assert "".join(delta.text for delta in deltas) == TOKENIZER.decode(tokens)

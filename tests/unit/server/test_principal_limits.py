@@ -98,6 +98,16 @@ def test_other_limits_begin_again_and_what_runs_still_counts() -> None:
     assert meters.of(before) is meters.of(after)
 
 
+def test_a_call_under_way_brings_no_old_limits_back() -> None:
+    meters = Meters(clock=Clock())
+    before, after = (Principal("a", frozenset({Role.USER}), Limits(tokens_per_minute=number)) for number in (1_000, 10))
+    meters.of(before).count_call()
+    meters.of(after).begin(completions=1, prompt_tokens=10)
+    assert meters.under_way(before).limits == after.limits
+    with pytest.raises(LimitExceeded, match="10 tokens a minute"):
+        meters.under_way(before).begin(completions=1, prompt_tokens=10)
+
+
 @pytest.fixture
 async def tenants(tmp_path: Path) -> AsyncIterator[KeyedBench]:
     async with KeyedBench(tmp_path) as bench:
@@ -211,3 +221,48 @@ async def cached(tenants: KeyedBench, key: str, **fields: Any) -> int:
     asked = request(PROMPT, sampling=sampling(max_tokens=1), **fields)
     last = (await read_all(tenants.inference().Generate(asked, metadata=shown(key))))[-1]
     return int(last.finished.usage.cached_tokens)
+
+
+async def test_embeddings_of_one_call_wait_for_one_another_within_its_limits(tenants: KeyedBench) -> None:
+    limits = {"concurrentCompletions": 4, "tokensPerMinute": 40}
+    await hold(tenants, entry("alice", "a-key", **limits))
+    body = {"model": "g", "input": [[1, 2, 3]] * 20}
+    answer = await ask(tenants, "POST", "/v1/embeddings", "a-key", json=body)
+    assert (answer.status_code, len(answer.json()["data"])) == (200, 20)
+    again = await ask(tenants, "POST", "/v1/embeddings", "a-key", json=body)
+    assert (again.status_code, again.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+
+
+async def test_embeddings_wait_while_others_of_the_key_run(tenants: KeyedBench) -> None:
+    await hold(tenants, entry("alice", "a-key", concurrentCompletions=2))
+    running = tenants.inference().Generate(request([1], sampling=sampling(ignore_eos=True)), metadata=shown("a-key"))
+    await running.read()
+    body = {"model": "g", "input": [[1, 2, 3]] * 20}
+    assert (await ask(tenants, "POST", "/v1/embeddings", "a-key", json=body)).status_code == 200
+    running.cancel()
+
+
+async def test_prompts_of_one_call_are_within_the_limits_together(tenants: KeyedBench) -> None:
+    await hold(tenants, entry("alice", "a-key", concurrentCompletions=4, tokensPerMinute=60))
+    # The queue takes three: the fourth is refused, and then nothing of the call counts.
+    for prompts, status in ((5, 400), (4, 429), (4, 429), (3, 200), (1, 429)):
+        body = {"model": "g", "prompt": [PROMPT] * prompts, "max_tokens": 1}
+        answer = await ask(tenants, "POST", "/v1/completions", "a-key", json=body)
+        told = answer.json().get("error", {})
+        assert answer.status_code == status, told
+        if prompts == 5:
+            assert (told["param"], "of 5 prompts, must be at most 4" in told["message"]) == ("prompt", True)
+        elif status == 429:
+            assert told["code"] == ("queue_full" if prompts == 4 else "rate_limit_exceeded")
+        await tenants.until(lambda: tenants.gateway.core.is_idle)
+
+
+async def test_a_stream_that_is_taken_up_needs_no_second_place(tenants: KeyedBench) -> None:
+    await hold(tenants, entry("alice", "a-key", concurrentCompletions=1))
+    stub, endless = tenants.inference(), sampling(ignore_eos=True, max_tokens=40, seed=1)
+    old = stub.Generate(request([1], request_id="r", sampling=endless), metadata=shown("a-key"))
+    await old.read()
+    taken_up = request([1], request_id="r", received=[inference_pb2.Received(token_ids=[2])])
+    taken_up.sampling.CopyFrom(sampling(max_tokens=2, seed=1))
+    assert len(await read_all(stub.Generate(taken_up, metadata=shown("a-key")))) > 1
+    assert (await read_all(old))[-1].finished.reason == inference_pb2.FINISH_REASON_ABORT

@@ -19,8 +19,11 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from hetero_api.v1 import admin_pb2
+from hetero_gateway.engine.block_pool import CacheLog
 from hetero_gateway.engine.text.tokenizer import TextTokenizer
+from hetero_gateway.server.router.cache_events import CacheEvents
 from tests.unit.engine.fake_ranks import embedding_alone, logprobs_alone, tokens_alone
+from tests.unit.engine.test_cache_log import store
 from tests.unit.server.router_setup import SERVICE, EngineCalls, RouterBench, generate, read_tokenizer
 from tests.unit.server.server_setup import VOCAB_SIZE, GatewayBench, GrpcRank, read_all, request, served_model
 
@@ -409,3 +412,18 @@ async def test_prompts_with_a_salt_are_not_told(bench: RouterBench, rank: GrpcRa
     await bench.until(lambda: bool(mirror.chains))
     assert set(mirror.chains.values()) == heads(TEXT.encode("next"))
     following.cancel()
+
+
+async def test_a_batch_that_a_snapshot_seals_is_not_told_again() -> None:
+    log = CacheLog()
+    events = CacheEvents(log)
+    store(log, 2)
+    batches = events.stream(0)
+    snapshot = await anext(batches)
+    assert snapshot.sequence_number == log.last_number == 2
+    asking = asyncio.ensure_future(anext(batches))
+    await asyncio.sleep(0)
+    store(log, 1, first=7)
+    following = await asking
+    assert following.sequence_number == 3
+    assert [event.WhichOneof("data") for event in following.events] == ["stored"]

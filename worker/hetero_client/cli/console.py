@@ -36,7 +36,7 @@ def errors() -> Console:
 
 def print_error(message: str, *, prefix: str = "hetero: ") -> None:
     """Print an error to standard error."""
-    errors().print(f"{prefix}{message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    errors().print(f"{prefix}{message}", style="red", highlight=False, soft_wrap=True)
 
 
 def print_warning(message: str) -> None:
@@ -47,7 +47,7 @@ def print_warning(message: str) -> None:
 def print_note(message: str, *, style: str = "dim") -> None:
     """Print a line of progress to standard error."""
     with suppress(OSError):  # a full disk, or a reader that left, ends no group
-        errors().print(message, style=style, markup=False, highlight=False, soft_wrap=True)
+        errors().print(message, style=style, highlight=False, soft_wrap=True)
 
 
 def print_data(line: str) -> None:
@@ -102,4 +102,5 @@ def table_of(*columns: str, right: Collection[str] = ()) -> Table:
 
 
 def _console(stream: TextIO) -> Console:
-    return Console(file=stream, width=None if stream.isatty() else PLAIN_WIDTH)
+    # Names and paths are no markup, wherever they stand.
+    return Console(file=stream, width=None if stream.isatty() else PLAIN_WIDTH, markup=False, emoji=False)

@@ -73,9 +73,9 @@ def topology(
     console = output()
     console.print(placement_view(view, width=console.width))
     if view.model_source:
-        console.print(f"weights: {view.model_source}", markup=False)
+        console.print(f"weights: {view.model_source}")
     if view.exchange_reason:
-        console.print(f"exchange {view.exchange}: {view.exchange_reason}", markup=False)
+        console.print(f"exchange {view.exchange}: {view.exchange_reason}")
     if view.placement is not None:
         console.print(options_view(view.placement))
 

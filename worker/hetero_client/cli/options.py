@@ -281,11 +281,12 @@ def inference_client(
 
 
 def admin_client(admin_address: str | None, group: str | None) -> AdminClient:
-    """Return a client of the gateway's Admin service. Raises NoGroupError."""
+    """Return a client of the gateway's Admin service. Raises NoGroupError or CredentialsError."""
+    from hetero_client.access import Access
     from hetero_client.admin import AdminClient
 
     if admin_address:
-        return AdminClient(admin_address, token=admin_token(os.environ))
+        return AdminClient(admin_address, token=admin_token(os.environ), access=Access.find())
     return _local_admin_client(local_group(group))
 
 

@@ -120,16 +120,16 @@ def plan(
     )
 
     console = output()
-    console.print(title, highlight=False, markup=False)
+    console.print(title, highlight=False)
     console.print(options_table(decision, hardware))
-    console.print(decision.reason, markup=False, highlight=False)
+    console.print(decision.reason, highlight=False)
     for line in streaming_lines(decision):
-        console.print(line, markup=False, highlight=False)
+        console.print(line, highlight=False)
     console.print(loads_table(decision, rates))
     if rates.verdict:
-        console.print(rates.verdict, markup=False, highlight=False)
+        console.print(rates.verdict, highlight=False)
     for each in proposed:
-        console.print(proposals_line(each, acceptance=acceptance or 0.0), markup=False, highlight=False)
+        console.print(proposals_line(each, acceptance=acceptance or 0.0), highlight=False)
     console.print(memory_table(decision, hardware, memory))
     console.print(ranks_table(decision, hardware, memory))
     console.print(cache_line(decision, memory, block_size=bounds.block_size), highlight=False)

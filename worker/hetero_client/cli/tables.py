@@ -262,7 +262,7 @@ class StartDisplay:
             self._set(name, rank_phase(topology, rank))
             self._follow(name, rank.progress)
         if topology.reason != self._reason and topology.state == GroupState.ABORTED:
-            self._console.print(f"  group: {topology.reason}", style="yellow", markup=False, highlight=False)
+            self._console.print(f"  group: {topology.reason}", style="yellow", highlight=False)
         self._reason = topology.reason
 
     def gateway_listens(self, address: str) -> None:
@@ -307,7 +307,7 @@ class StartDisplay:
 
     def _line(self, name: str, phase: str) -> None:
         elapsed_s = self._clock() - self._began_s
-        self._console.print(f"  {elapsed_s:5.1f} s  {name}: {phase}", markup=False, highlight=False)
+        self._console.print(f"  {elapsed_s:5.1f} s  {name}: {phase}", highlight=False)
 
     def _render(self) -> Table:
         table = Table.grid(padding=(0, 2))

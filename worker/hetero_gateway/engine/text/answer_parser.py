@@ -267,8 +267,14 @@ def _call_of(written: JsonText) -> tuple[str | None, str]:
         return None, ""
     arguments = call.get("arguments", call.get("parameters"))
     if arguments is None:
-        return call["name"], "{}"
-    return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        arguments = {}
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return _sound(call["name"]), _sound(text)
+
+
+def _sound(text: str) -> str:
+    """Return text that was read from JSON, where halves of surrogate pairs may stand alone, without any."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _new_id(form: CallFormat) -> str:

@@ -164,7 +164,7 @@ class TextTokenizer:
 
     def _token_ids(self, text: str, *, with_special_tokens: bool, max_model_len: int | None) -> list[int]:
         if max_model_len is not None and self._longest_token_bytes is not None:
-            num_bytes = len(text) if text.isascii() else len(text.encode())
+            num_bytes = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
             longest = self._longest_token_bytes
             check_prompt_bytes(num_bytes, longest_token_bytes=longest, max_model_len=max_model_len)
         try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -22,7 +22,7 @@ from hetero_gateway.engine.output_processor import Preparation
 from hetero_gateway.engine.request import GenerationRequest
 from hetero_gateway.engine.stream import RequestStream
 from hetero_gateway.group.adapters.registry import AdapterRegistry
-from hetero_gateway.server.access.limits import Meters
+from hetero_gateway.server.access.limits import Meter, Meters
 from hetero_gateway.server.access.principals import Principal, current_principal
 from hetero_gateway.server.access.tracing import CallTracer
 
@@ -51,15 +51,48 @@ class Intake:
         """As EngineCore.prepare."""
         return self._core.prepare(asked)
 
-    def submit(self, asked: GenerationRequest, prepared: Preparation | None = None) -> RequestStream:
+    def submit(
+        self, asked: GenerationRequest, prepared: Preparation | None = None, *, is_charged: bool = False
+    ) -> RequestStream:
         """Queue a request of the caller and return its stream; `prepared` as for `EngineCore.submit`.
 
-        Raises LimitExceeded, or what `EngineCore.submit` raises.
+        With `is_charged` its prompt has been counted. Raises LimitExceeded, or what `EngineCore.submit` raises.
         """
+        (stream,) = self.submit_all((asked,), prepared, is_charged=is_charged)
+        return stream
+
+    def submit_all(
+        self, asked: Sequence[GenerationRequest], prepared: Preparation | None = None, *, is_charged: bool = False
+    ) -> list[RequestStream]:
+        """Queue the requests of one call, which are within the limits together, or none; as `submit`."""
         principal = current_principal()
-        own = self._owned(asked, principal)
-        meter, num_prompt = self._meters.of(principal), len(asked.prompt_token_ids)
-        meter.begin(completions=asked.n, prompt_tokens=num_prompt)
+        meter = self._meters.under_way(principal)
+        owned = [self._owned(each, principal) for each in asked]
+        charges = [0 if is_charged else len(each.prompt_token_ids) for each in asked]
+        for own in owned:
+            if own.received:  # it takes the place of one that counts as long as it is there
+                self._core.abort(own.request_id)
+        meter.begin(completions=sum(each.n for each in asked), prompt_tokens=sum(charges), prompts=len(asked))
+        streams: list[RequestStream] = []
+        try:
+            for each, own in zip(asked, owned, strict=True):
+                streams.append(self._start(meter, each, own, prepared))
+        except Exception:
+            for stream in streams:
+                stream.cancel()
+            meter.end(completions=sum(each.n for each in asked[len(streams) :]), more_tokens=-sum(charges))
+            raise
+        return streams
+
+    def charge(self, prompt_tokens: int) -> Meter:
+        """Count the prompts of a call whose requests begin one by one; return the meter. Raises LimitExceeded."""
+        meter = self._meters.under_way(current_principal())
+        meter.begin(completions=0, prompt_tokens=prompt_tokens)
+        return meter
+
+    def _start(
+        self, meter: Meter, asked: GenerationRequest, own: GenerationRequest, prepared: Preparation | None
+    ) -> RequestStream:
         trace = None if self._tracer is None else self._tracer.begin(asked)
         end_adapter = _nothing
 
@@ -74,7 +107,6 @@ class Intake:
             end_adapter()
             if trace is not None:
                 trace.refuse(error)
-            meter.end(completions=asked.n, more_tokens=-num_prompt)
             raise
 
     def _begin_adapter(self, asked: GenerationRequest) -> Callable[[], None]:

@@ -65,14 +65,16 @@ class Meter:
             self._check(self._calls.wait_s(1), f"{self.limits.requests_per_second:g} calls a second")
             self._calls.take(1)
 
-    def begin(self, *, completions: int, prompt_tokens: int) -> None:
-        """Count a request that begins. Raises LimitExceeded or InvalidRequest, and then counts nothing."""
+    def begin(self, *, completions: int, prompt_tokens: int, prompts: int = 1) -> None:
+        """Count requests that begin together. Raises LimitExceeded or InvalidRequest, and then counts nothing."""
         most = self.limits.concurrent_completions
         if most is not None and completions > most:
-            raise InvalidRequest("sampling.n", f"must be at most {most} with this key, not {completions}")
+            field = "sampling.n" if prompts == 1 else "prompt"
+            times = "" if prompts == 1 else f"times n, of {prompts} prompts, "
+            raise InvalidRequest(field, f"{times}must be at most {most} with this key, not {completions}")
         if most is not None and self.running + completions > most:
             self._check(_CONCURRENCY_RETRY_S, f"{most} completions at a time")
-        if self._tokens is not None:
+        if self._tokens is not None and prompt_tokens:  # none: they were counted before
             self._check(self._tokens.wait_s(prompt_tokens), f"{self.limits.tokens_per_minute} tokens a minute")
             self._tokens.take(prompt_tokens)
         self.running += completions
@@ -97,10 +99,16 @@ class Meters:
         self._meters: dict[str, Meter] = {}
 
     def of(self, principal: Principal) -> Meter:
-        """Return a principal's use, under the limits that it has now."""
+        """Return a principal's use, for a call that arrives: under the limits that its key has now."""
+        meter = self.under_way(principal)
+        if meter.limits != principal.limits:
+            meter.apply(principal.limits)
+        return meter
+
+    def under_way(self, principal: Principal) -> Meter:
+        """Return a principal's use, for a call under way: its key may have got other limits since it arrived."""
         meter = self._meters.get(principal.name)
         if meter is None:
             meter = self._meters[principal.name] = Meter(principal.name, clock=self._clock)
-        if meter.limits != principal.limits:
             meter.apply(principal.limits)
         return meter

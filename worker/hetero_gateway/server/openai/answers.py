@@ -11,7 +11,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, ClassVar, Final, NamedTuple
@@ -132,12 +132,16 @@ class ResponseFormatter(ABC):
     end_part: ClassVar[Json]
     """Part of a choice's last chunk."""
 
-    def __init__(self, call_id: str, model: str, token_bytes: TokenBytes, with_logprobs: bool) -> None:
+    def __init__(
+        self, call_id: str, model: str, token_bytes: TokenBytes, with_logprobs: bool, silent_ids: Collection[int] = ()
+    ) -> None:
+        """`silent_ids` are tokens that have bytes, but no part in the text: special ones."""
         self._id = f"{self.id_prefix}-{call_id}"
         self._created = int(time.time())
         self._model = model
         self._token_bytes = token_bytes
         self._with_logprobs = with_logprobs
+        self._silent_ids = silent_ids
         self._num_chars: Counter[int] = Counter()
         """Characters of the tokens of each choice so far."""
 
@@ -270,7 +274,8 @@ class CompletionFormatter(ResponseFormatter):
         """See `ResponseFormatter.logprobs`."""
         tokens = [self._text(position.token_id) for position in positions]
         # Where each token's text begins, in characters from the first of the choice.
-        *offsets, self._num_chars[index] = accumulate(map(len, tokens), initial=self._num_chars[index])
+        lengths = (self._length(position.token_id) for position in positions)
+        *offsets, self._num_chars[index] = accumulate(lengths, initial=self._num_chars[index])
         return {
             "tokens": tokens,
             "token_logprobs": [None if p.logprobs is None else p.logprobs.logprob for p in positions],
@@ -284,7 +289,17 @@ class CompletionFormatter(ResponseFormatter):
         return {self._text(token_id): logprob for token_id, logprob in [*pairs, (logprobs.token_id, logprobs.logprob)]}
 
     def _text(self, token_id: int) -> str:
-        return self._token_bytes(token_id).decode(errors="replace")
+        """Return a token's text; bytes that are no UTF-8 as the API writes them, so that no two tokens are alike."""
+        data = self._token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _length(self, token_id: int) -> int:
+        """Return the characters that begin with a token: one may be spread over several."""
+        data = b"" if token_id in self._silent_ids else self._token_bytes(token_id)
+        return len(data) if data.isascii() else sum(byte & 0xC0 != 0x80 for byte in data)
 
 
 def _whole_call(call: MadeCall) -> Json:

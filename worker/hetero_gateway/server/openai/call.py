@@ -45,7 +45,8 @@ class Said:
 class Part:
     """One request of a call. Tokens that end a completion are counted, but no part of its text.
 
-    `new_parser` makes the parser of one completion; without one all text is said.
+    `new_parser` makes the parser of one answer of a chat, whose positions are without tokens that end it. Without one
+    all text is said, and all positions: who scores texts counts on one for each token that was counted.
     """
 
     def __init__(
@@ -61,9 +62,9 @@ class Part:
         self.num_prompt_tokens = len(asked.prompt_token_ids)
         self.choices = range(first_choice, first_choice + asked.n)
         self._asked = asked
-        self._ending_tokens = asked.stop_token_ids
-        if not asked.ignore_eos:
-            self._ending_tokens |= eos_token_ids
+        self._hidden_tokens: frozenset[int] = frozenset()
+        if new_parser is not None:
+            self._hidden_tokens = asked.stop_token_ids | (frozenset() if asked.ignore_eos else eos_token_ids)
         self._parsers = [new_parser() for _ in self.choices] if new_parser is not None else []
 
     def said(self, event: pb.Delta) -> Said:
@@ -83,8 +84,9 @@ class Part:
     def echo(self, decode: Callable[[Sequence[int]], str], logprobs: Sequence[TokenLogprobs]) -> Iterator[Said]:
         """Yield the prompt, to stand at the head of each choice."""
         tokens = self._asked.prompt_token_ids
-        known = [None, *logprobs] if logprobs else [None] * len(tokens)
-        positions = [Position(token, each) for token, each in zip(tokens, known, strict=True)]
+        positions: list[Position] = []
+        if self._asked.sampling.HasField("num_prompt_logprobs"):
+            positions = [Position(token, each) for token, each in zip(tokens, [None, *logprobs], strict=True)]
         text = decode(tokens)
         return (Said(index, [Content(text)], positions) for index in self.choices)
 
@@ -92,7 +94,7 @@ class Part:
         if not event.logprobs:
             return []
         pairs = zip(event.token_ids, event.logprobs, strict=True)
-        return [Position(token, known) for token, known in pairs if token not in self._ending_tokens]
+        return [Position(token, known) for token, known in pairs if token not in self._hidden_tokens]
 
 
 def check_echo(asked: Sequence[GenerationRequest]) -> None:

@@ -19,9 +19,11 @@ from starlette.responses import Response
 
 from hetero_api.v1 import inference_pb2 as pb
 from hetero_api.v1 import ranks_pb2
-from hetero_gateway.engine.errors import EngineUnavailable
+from hetero_gateway.engine.errors import EngineUnavailable, QueueFull
+from hetero_gateway.engine.request import GenerationRequest
+from hetero_gateway.engine.stream import RequestStream
 from hetero_gateway.server.access.intake import Intake
-from hetero_gateway.server.errors import InvalidArguments, Violation
+from hetero_gateway.server.errors import InvalidArguments, LimitExceeded, Violation
 from hetero_gateway.server.openai.answers import Json, answer_of
 from hetero_gateway.server.openai.requests import set_prompt
 from hetero_gateway.server.openai.schema import Listed, prompts_of
@@ -29,7 +31,7 @@ from hetero_gateway.server.openai.tokens import TokensBody
 from hetero_gateway.server.reading import RequestReader
 
 AT_ONCE: Final = 64
-"""Embeddings of one call that are in the engine at a time."""
+"""Embeddings of one call that are in the engine at a time, or as many completions as its key may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +54,45 @@ class Embedder:
     ) -> list[Embedding]:
         """Return an embedding of each request's prompt.
 
-        Raises what `RequestReader.read` and `Intake.submit` raise, or the error that ends a request; then no other
-        request of the call is left in flight.
+        All prompts count as one against the limits. Raises what `RequestReader.read`, `Intake.charge` and, where none
+        of the call is in flight, `Intake.submit` raise, or the error that ends a request; then no other request of the
+        call is left in flight.
         """
-        room = asyncio.Semaphore(AT_ONCE)
+        left = 0
+        for request in requests:
+            request.sampling.CopyFrom(pb.SamplingParams(temperature=0, max_tokens=1))
+            asked = await self._reader.read(request)
+            request.token_ids.CopyFrom(pb.TokenIds(ids=asked.prompt_token_ids))  # instead of text
+            left += len(asked.prompt_token_ids)
+            await asyncio.sleep(0)
+        meter = self._intake.charge(left)
+        room = asyncio.Semaphore(min(AT_ONCE, meter.limits.concurrent_completions or AT_ONCE))
+        running: set[RequestStream] = set()
+        ended = asyncio.Event()
+
+        async def begun(asked: GenerationRequest) -> RequestStream:
+            while True:
+                try:
+                    return self._intake.submit(asked, is_charged=True)
+                except (LimitExceeded, QueueFull):
+                    if not running:
+                        raise
+                    ended.clear()
+                    await ended.wait()  # for one of this call: its place is ours
 
         async def embed_one(request: pb.GenerateRequest) -> Embedding:
+            nonlocal left
             async with room:
-                return await self._embed(request, pooling)
+                asked = await self._reader.read(request)
+                asked.sampling.pooling = pooling
+                running.add(stream := await begun(asked))
+                left -= stream.num_prompt_tokens
+                try:
+                    return await _embedding_of(stream)
+                finally:
+                    stream.cancel()
+                    running.discard(stream)
+                    ended.set()
 
         tasks = [asyncio.create_task(embed_one(each)) for each in requests]
         try:
@@ -67,20 +100,15 @@ class Embedder:
         finally:
             for task in tasks:
                 task.cancel()
+            meter.end(completions=0, more_tokens=-left)
 
-    async def _embed(self, request: pb.GenerateRequest, pooling: ranks_pb2.Pooling.ValueType) -> Embedding:
-        request.sampling.CopyFrom(pb.SamplingParams(temperature=0, max_tokens=1))
-        asked = await self._reader.read(request)
-        asked.sampling.pooling = pooling
-        stream = self._intake.submit(asked)
-        try:
-            async for _ in stream:
-                pass
-        finally:
-            stream.cancel()
-        if stream.embedding is None:
-            raise EngineUnavailable("the request was aborted before its embedding was there")
-        return Embedding(_of_unit_length(stream.embedding), stream.num_prompt_tokens)
+
+async def _embedding_of(stream: RequestStream) -> Embedding:
+    async for _ in stream:
+        pass
+    if stream.embedding is None:
+        raise EngineUnavailable("the request was aborted before its embedding was there")
+    return Embedding(_of_unit_length(stream.embedding), stream.num_prompt_tokens)
 
 
 def _of_unit_length(values: list[float]) -> list[float]:

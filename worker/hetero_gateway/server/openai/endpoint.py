@@ -73,7 +73,7 @@ ADAPTER_PATHS: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """Paths that load and unload adapters, where spec.engine.adapters.overHttp asks for them."""
 CLIENT_CLOSED: Final = 499
 """Status, seen by nobody but the log and metrics, of a call whose client went away."""
-_DONE: Final = "data: [DONE]\n\n"
+_DONE: Final = b"data: [DONE]\n\n"
 _EVENT_STREAM: Final = "text/event-stream"
 _STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Headers by which proxies pass pieces on as they come."""
@@ -112,6 +112,7 @@ class OpenAiEndpoint:
         self._loads_adapters = model.group_settings.spec.engine.adapters.over_http
         self._intake = intake
         self._tokenizer = model.tokenizer
+        self._special_ids = frozenset(model.tokenizer.special_ids.values())
         self._eos_token_ids = model.engine_config.eos_token_ids
         self._reader = reader
         self._embedder = Embedder(intake, reader)
@@ -234,14 +235,17 @@ class OpenAiEndpoint:
         """Answer a call that asks for no completions: read its body as `kind`, and return what `answer` returns."""
 
         async def respond(ticket: _Ticket, cleanup: ExitStack) -> Response:  # noqa: ARG001
-            async with self._bodies.received(request) as data:
-                body = await self._reader.run(lambda: parse_body(kind, data, ticket.ignored), cost=len(data))
-                asked = body.model if isinstance(body, TokensBody) else None
-                if asked is not None and self._adapter_of(asked) is not None and kind is EmbeddingsBody:
-                    raise Failure(400, "invalid_request_error", "model: adapters make no embeddings", param="model")
-                return ticket.whole(await answer(body))
+            body = await self._body(request, kind, ticket)
+            asked = body.model if isinstance(body, TokensBody) else None
+            if asked is not None and self._adapter_of(asked) is not None and kind is EmbeddingsBody:
+                raise Failure(400, "invalid_request_error", "model: adapters make no embeddings", param="model")
+            return ticket.whole(await answer(body))
 
         return await self._accounted(request, respond)
+
+    async def _body(self, request: Request, kind: type[A], ticket: _Ticket) -> A:
+        async with self._bodies.received(request) as data:
+            return await self._reader.run(lambda: parse_body(kind, data, ticket.ignored), cost=len(data))
 
     async def _accounted(
         self, request: Request, respond: Callable[[_Ticket, ExitStack], Awaitable[Response]]
@@ -292,7 +296,9 @@ class OpenAiEndpoint:
             name = self._shown_name(body.model)
             call = Call(
                 parts,
-                formatter=formatter(ticket.call_id, name, self._tokenizer.token_bytes, body.wants_logprobs),
+                formatter=formatter(
+                    ticket.call_id, name, self._tokenizer.token_bytes, body.wants_logprobs, self._special_ids
+                ),
                 echo=self._tokenizer.decode if body.wants_echo else None,
             )
             if body.stream:
@@ -345,10 +351,11 @@ class OpenAiEndpoint:
         """Submit all requests; when one is refused, none is left in flight."""
         parts: list[Part] = []
         with ExitStack() as cleanup:
-            for each in asked:
-                first = parts[-1].choices.stop if parts else 0
-                stream = self._intake.submit(each)
+            streams = self._intake.submit_all(asked)
+            for stream in streams:
                 cleanup.callback(stream.cancel)
+            for each, stream in zip(asked, streams, strict=True):
+                first = parts[-1].choices.stop if parts else 0
                 new_parser = None if answer is None else self._parser_of(answer, each)
                 parts.append(
                     Part(each, stream, first_choice=first, eos_token_ids=self._eos_token_ids, new_parser=new_parser)
@@ -412,7 +419,7 @@ class _Ticket(Account):
 class _EventStream(StreamingResponse):
     """Response that ends its call's requests however it ends, also while a chunk is being sent."""
 
-    def __init__(self, events: AsyncIterator[str], call: Call, ticket: _Ticket) -> None:
+    def __init__(self, events: AsyncIterator[bytes], call: Call, ticket: _Ticket) -> None:
         super().__init__(events, media_type=_EVENT_STREAM, headers=ticket.headers() | _STREAM_HEADERS)
         self._call = call
         self._ticket = ticket
@@ -425,7 +432,7 @@ class _EventStream(StreamingResponse):
             self._ticket.close()
 
 
-async def _events(call: Call, options: StreamOptions, ticket: _Ticket) -> AsyncIterator[str]:
+async def _events(call: Call, options: StreamOptions, ticket: _Ticket) -> AsyncIterator[bytes]:
     try:
         async for chunk in call.chunks(usage_at_end=options.include_usage, usage_in_all=options.continuous_usage_stats):
             yield _event(chunk)
@@ -449,8 +456,8 @@ async def _unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) 
         answering.cancel()
 
 
-def _event(data: Json) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+def _event(data: Json) -> bytes:
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
 async def _wrong_door(request: Request, error: Exception) -> Response:

@@ -31,15 +31,12 @@ class CacheEvents:
     async def stream(self, start: int) -> AsyncIterator[common.KvEventBatch]:
         """Yield batches from number `start` on, for ever; 0: what is stored now, then what changes."""
         following = start
-        if not start or self._log.since(start) is None:
-            following = self._log.last_number + 1
-            for chunk in self._snapshot():
-                yield chunk
         while True:
-            batches = self._log.since(following)
-            if batches is None:  # the reader was so slow that the log is past it
+            batches = self._log.since(following) if following else None
+            if batches is None:  # it has no place, or the log is past it
+                chunks = self._snapshot()  # which seals a batch
                 following = self._log.last_number + 1
-                for chunk in self._snapshot():
+                for chunk in chunks:
                     yield chunk
                 continue
             for batch in batches:
