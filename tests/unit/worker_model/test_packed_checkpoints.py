@@ -281,6 +281,44 @@ def test_small_floats_are_read_as_exactly_their_numbers(tmp_path: Path, name: st
                 torch.testing.assert_close(found.dequantized(), meant, rtol=1e-6, atol=0)
 
 
+def _save(directory: Path, name: str) -> None:
+    if name in CASES:
+        save, matrix, _ = CASES[name]
+        save(directory, matrix)
+    else:
+        written, config, _ = FLOATS[name]
+        save_packed(directory, written.tensors, config)
+
+
+COMPRESSED: Final = ("rows", "blocks", "nvfp4", "mxfp4", *(name for name in CASES if "ints" in name.split()))
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_what_compressed_tensors_writes_is_read_as_the_numbers_that_it_reads(tmp_path: Path, name: str) -> None:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    _save(tmp_path, name)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    compressor = BaseCompressor.get_value_from_registry(config["format"])
+    scheme = QuantizationScheme.model_validate(config["config_groups"]["group_0"])
+    ours = {key.removeprefix(f"{LAYER}."): each for key, each in load_file(tmp_path / "model.safetensors").items()}
+    if ours["weight_scale"].dtype == torch.float16:  # its numbers have the type of their scales
+        ours["weight_scale"] = ours["weight_scale"].float()
+    meant = compressor.decompress(ours, scheme)
+    written = compressor.compress(meant, scheme)
+    assert written.keys() == ours.keys()
+    for key, each in written.items():  # of 4-bit floats it may write 0 for -0
+        assert torch.equal(each, ours[key]) or (name, key) in (("nvfp4", "weight_packed"), ("mxfp4", "weight_packed"))
+    save_packed(tmp_path, written, config)
+    with Checkpoint(tmp_path) as checkpoint:
+        found = checkpoint.read_quantized(_PART).dequantized()
+    expected = meant["weight"].float()
+    # Minima are rounded to float16.
+    bound = 15 * expected.abs().max() * 2**-11 if "zero points" in name else 0.0
+    assert (found - expected).abs().max() <= bound
+
+
 @pytest.mark.parametrize("layout", ["gptq", "compressed"])
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_inputs_in_any_order_are_quantised_again(tmp_path: Path, layout: str, *, symmetric: bool) -> None:
@@ -331,10 +369,7 @@ def test_scales_that_float16_has_not_are_rounded_and_that_is_told(tmp_path: Path
 @pytest.mark.parametrize("name", [*CASES, *FLOATS])
 def test_a_rank_reads_its_slices_only(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes of words, scales and zero points, against the slice's part of the file."""
-    if name in CASES:
-        CASES[name][0](tmp_path, CASES[name][1])
-    else:
-        save_packed(tmp_path, FLOATS[name][0].tensors, FLOATS[name][1])
+    _save(tmp_path, name)
     sizes: list[int] = []
     slice_as = SafetensorsStore.slice_as
 
