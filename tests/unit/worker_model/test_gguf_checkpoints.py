@@ -22,6 +22,10 @@ from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.conversion import SAMPLED_ROWS
 from hetero_worker.checkpoints.store import TensorSlice
+from hetero_worker.layers.linear import ShardedLinear
+from hetero_worker.layers.native_linear import NativeLinear, NativeWeight
+from tests.support.bytes_read import counting_reads
+from tests.support.native_compute import op_queue_of
 from tests.support.tiny_checkpoints import save_tiny
 
 pytestmark = pytest.mark.unit
@@ -107,6 +111,36 @@ def test_quantised_slices_are_what_the_file_means(tmp_path: Path, kind: str) -> 
                 expected = meant[slice(*part.row_range), slice(*part.column_range)]
                 assert (found.dequantized() - expected).abs().max() <= bound
                 assert torch.equal(found.scales, found.scales.half().float())
+
+
+@pytest.mark.parametrize("kind", [*FORMATS, *FLOATS])
+def test_a_rank_reads_its_slices_only(tmp_path: Path, kind: str) -> None:
+    """Blocks are read whole."""
+    _write(tmp_path / "model.gguf", {STORED_DOWN: (_blocks(kind), kind)})
+    values, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
+    for rows in (UnitRange(0, ROWS), UnitRange(5, 17)):
+        for begin, end in ((0, COLUMNS), (256, 512), (64, 300)):
+            part = TensorSlice(DOWN, (ROWS, COLUMNS), rows=rows, columns=UnitRange(begin, end))
+            with counting_reads() as count, Checkpoint(tmp_path) as checkpoint:
+                checkpoint.read(part, torch.empty(part.shape))
+                assert count() == rows.size * (-(-end // values) - begin // values) * size
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(None, UnitRange(128, 512)), (UnitRange(96, 256), None)], ids=["columns", "rows"]
+)
+def test_a_slice_takes_no_more_memory_than_its_width_says(
+    tmp_path: Path, kind: str, rows: UnitRange | None, columns: UnitRange | None
+) -> None:
+    _write(tmp_path / "model.gguf", {STORED_DOWN: (_blocks(kind, 256), kind)})
+    part = TensorSlice(DOWN, (256, COLUMNS), rows=rows, columns=columns)
+    linear = ShardedLinear([part])
+    with Checkpoint(tmp_path) as checkpoint:
+        linear.load(checkpoint, dtype=torch.float32, kernel=NativeLinear(op_queue_of()))
+    assert isinstance(linear.packed, NativeWeight)
+    expected = FORMATS[kind].matrix_bytes(*part.shape)
+    assert expected <= linear.packed.num_bytes <= 1.05 * expected
 
 
 @pytest.mark.parametrize("kept", [None, torch.bfloat16], ids=["quantised", "widened"])

@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from hetero_api.errors import ModelError
 from hetero_api.model_config import ModelConfig
+from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import StackEntry, TensorSlice
+from tests.support.bytes_read import counting_reads
 from tests.support.gguf_models import write_gguf_model
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares
 from tests.support.tiny_checkpoints import NUM_EXPERTS, TinyCheckpoint, edit_config, save_tiny
@@ -102,6 +104,14 @@ def test_an_expert_is_read_as_exactly_its_numbers(published: TinyCheckpoint) -> 
             matrix = opened.read_quantized(part)
         assert matrix.format == WeightFormat(4, GROUP, is_float=True)
         assert torch.equal(matrix.dequantized(), parameter[3, :, half::2].T)
+
+
+def test_of_a_stack_a_rank_reads_its_rows_and_groups_only(published: TinyCheckpoint) -> None:
+    entry = StackEntry(3, NUM_EXPERTS, first=1, step=2)
+    part = TensorSlice(GATE_UP, (WIDTH, HIDDEN), rows=UnitRange(32, 48), columns=UnitRange(32, 64), entry=entry)
+    with counting_reads() as count, Checkpoint(published.directory) as opened:
+        opened.read_quantized(part)
+        assert count() == 16 * (GROUP // 2 + 1)
 
 
 @pytest.mark.parametrize("shares", [UNEVEN, SLICES], ids=["whole", "slices"])

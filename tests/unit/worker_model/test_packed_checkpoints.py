@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -16,8 +17,8 @@ from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import FP8, INT8, WeightFormat
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.quantized_matrix import quantize
-from hetero_worker.checkpoints.safetensors_store import SafetensorsStore
 from hetero_worker.checkpoints.store import TensorSlice
+from tests.support.bytes_read import counting_reads
 from tests.support.quantized_files import (
     FP8_BLOCKS,
     LAYER,
@@ -366,26 +367,54 @@ def test_scales_that_float16_has_not_are_rounded_and_that_is_told(tmp_path: Path
     assert line == f"FP8 with a scale for each row -> 8-bit floats in rows, loss {100 * error:.2g} %"
 
 
-@pytest.mark.parametrize("name", [*CASES, *FLOATS])
-def test_a_rank_reads_its_slices_only(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes of words, scales and zero points, against the slice's part of the file."""
-    _save(tmp_path, name)
-    sizes: list[int] = []
-    slice_as = SafetensorsStore.slice_as
+ACT_ORDER: Final = {
+    "gptq act-order": gptq_config(4, 32, symmetric=False, desc_act=True),
+    "compressed act-order": compressed_config("pack-quantized", 4, 32, symmetric=False, actorder="group"),
+}
 
-    def counting(self: SafetensorsStore, tensor: str, *given: Any) -> torch.Tensor:
-        found = slice_as(self, tensor, *given)
-        if not tensor.endswith("g_idx"):
-            sizes.append(found.nbytes)
-        return found
 
-    monkeypatch.setattr(SafetensorsStore, "slice_as", counting)
-    with Checkpoint(tmp_path) as checkpoint:
-        checkpoint.read_quantized(_PART)
-        whole = sum(sizes)
-        sizes.clear()
-        checkpoint.read_quantized(TensorSlice(WEIGHT, (OUTPUTS, INPUTS), rows=UnitRange(16, 32)))
-    assert sum(sizes) <= whole / 3 * 1.05
+@pytest.mark.parametrize("rows", [None, UnitRange(20, 40)], ids=["all rows", "rows"])
+@pytest.mark.parametrize("columns", [None, UnitRange(64, 96)], ids=["all columns", "columns"])
+@pytest.mark.parametrize("name", [*CASES, *FLOATS, *ACT_ORDER])
+def test_a_rank_reads_its_slices_only(
+    tmp_path: Path, name: str, rows: UnitRange | None, columns: UnitRange | None
+) -> None:
+    """Bytes of values, scales and zero points. Groups are read whole; of inputs in any order, all scales of a row."""
+    if name in ACT_ORDER:
+        written = act_order(OUTPUTS, INPUTS, group=32, symmetric=False, layout=name.split()[0])
+        save_packed(tmp_path, written.tensors, ACT_ORDER[name])
+    else:
+        _save(tmp_path, name)
+    part = TensorSlice(WEIGHT, (OUTPUTS, INPUTS), rows=rows, columns=columns)
+    with counting_reads() as count, Checkpoint(tmp_path) as checkpoint:
+        weights = checkpoint.format_of(TensorSlice(WEIGHT, (OUTPUTS, INPUTS)))
+        assert weights is not None
+        count()  # orders are read once
+        checkpoint.read_quantized(part)
+        found = count()
+    begin, end = part.column_range
+    whole = UnitRange(begin // weights.group * weights.group, end) if weights.group else part.column_range
+    tensors = {key.split(".")[-1]: each for key, each in load_file(tmp_path / "model.safetensors").items()}
+    expected = 0
+    for key, each in tensors.items():
+        has_all_columns = name in ACT_ORDER and key not in ("qweight", "weight_packed")
+        expected += _bytes_of(key, each, part.row_range, UnitRange(0, INPUTS) if has_all_columns else whole)
+    assert 0 < found <= 1.05 * expected
+    assert part.shape != (OUTPUTS, INPUTS) or found == expected
+
+
+def _bytes_of(name: str, tensor: torch.Tensor, *wanted: UnitRange) -> int:
+    """Bytes of what stands for so many rows and columns of the layer."""
+    if name in ("g_idx", "weight_g_idx", "weight_shape", "input_scale", "input_global_scale"):
+        return 0
+    shape = tensor.shape[::-1] if name in ("qweight", "qzeros", "scales") else tensor.shape
+    if tensor.numel() == 1:
+        return tensor.nbytes
+    touched = [
+        -(-end * size // of) - begin * size // of
+        for size, of, (begin, end) in zip(shape, (OUTPUTS, INPUTS), wanted, strict=True)
+    ]
+    return math.prod(touched) * tensor.itemsize
 
 
 @pytest.mark.parametrize(

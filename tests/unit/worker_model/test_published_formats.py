@@ -260,10 +260,7 @@ def test_native_kernels_keep_them_narrow(saved: Callable[[str, str], TinyCheckpo
     assert all(line.startswith(f"{weights.bits}") for line in layers), layers
 
 
-RESIDENT: Final = ("fp8 blocks", "fp8 rows", "nvfp4 modelopt", "mxfp4", "gptq act-order", "ints")
-
-
-@pytest.mark.parametrize("name", RESIDENT)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     ("rows", "columns"), [(None, UnitRange(128, 512)), (UnitRange(96, 256), None)], ids=["columns", "rows"]
 )
