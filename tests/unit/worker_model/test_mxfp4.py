@@ -21,6 +21,7 @@ from hetero_worker.checkpoints.store import StackEntry, TensorSlice
 from tests.support.bytes_read import counting_reads
 from tests.support.gguf_models import write_gguf_model
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares
+from tests.support.resident_weights import resident_weights
 from tests.support.tiny_checkpoints import NUM_EXPERTS, TinyCheckpoint, edit_config, save_tiny
 
 pytestmark = pytest.mark.unit
@@ -134,6 +135,12 @@ def test_memory_is_that_of_four_bits(published: TinyCheckpoint) -> None:
     config = ModelConfig.from_directory(published.directory)
     assert config.weights.layers is None
     assert config.weights.of_experts.layers == WeightFormat(4, GROUP, is_float=True)
+
+
+def test_a_rank_takes_the_same_memory_of_both(checkpoint: TinyCheckpoint, in_gguf: TinyCheckpoint) -> None:
+    groups = (RankGroup(each.directory, UNEVEN) for each in (checkpoint, in_gguf))
+    of_safetensors, of_gguf = ([resident_weights(request) for request in group.requests] for group in groups)
+    assert of_safetensors == of_gguf
 
 
 @pytest.mark.parametrize(
