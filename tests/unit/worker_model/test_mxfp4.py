@@ -148,9 +148,10 @@ def test_a_rank_takes_the_same_memory_of_both(checkpoint: TinyCheckpoint, in_ggu
     [
         ({"scales": torch.full((NUM_EXPERTS, 2 * WIDTH, 2), 200, dtype=torch.uint8)}, "too large for float16"),
         ({"scales": torch.zeros(NUM_EXPERTS, 2 * WIDTH, 3, dtype=torch.uint8)}, "has shape"),
+        ({"scales": torch.zeros(NUM_EXPERTS, 2 * WIDTH, 2)}, "is stored as F32, which must be U8"),
         ({"blocks": torch.zeros(NUM_EXPERTS, 2 * WIDTH, 2, 8, dtype=torch.uint8)}, "has shape"),
     ],
-    ids=["exponents", "groups", "bytes"],
+    ids=["exponents", "groups", "kind", "bytes"],
 )
 def test_damaged_experts_are_named(
     checkpoint: TinyCheckpoint, tmp_path: Path, change: dict[str, Any], message: str

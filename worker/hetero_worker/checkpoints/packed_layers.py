@@ -260,6 +260,9 @@ def stacked_floats(files: SafetensorsStore, scheme: Scheme, part: TensorSlice) -
     blocks, exponents = f"{part.name}_blocks", f"{part.name}_scales"
     files.check_shape(blocks, (*shape, group // 2))
     files.check_shape(exponents, shape)
+    for name in (blocks, exponents):
+        if (found := files.kind_of(name)) != _BYTES:
+            raise ModelError(f"{files.directory}: tensor {name} is stored as {found}, which must be {_BYTES}")
     rows, wanted = (slice(entry.first, None, entry.step), slice(*part.row_range)), part.column_range
     groups = UnitRange(wanted.begin // group, -(-wanted.end // group))
     packed, stored = (files.slice(name)[entry.number][rows[0]][rows[1], slice(*groups)] for name in (blocks, exponents))
@@ -307,4 +310,5 @@ def _scales_by_row(layer: LayerSlice) -> torch.Tensor:
 
 def _signed(layer: LayerSlice, name: str, width: int, columns: UnitRange) -> torch.Tensor:
     """Read int8 [rows, columns] as unsigned numbers in int32."""
-    return layer.read(name, (layer.outputs, width), layer.rows, columns).to(torch.int32) + layer.middle
+    stored = layer.bits(name, "I8", (layer.outputs, width), layer.rows, columns).view(torch.int8)
+    return stored.to(torch.int32) + layer.middle
