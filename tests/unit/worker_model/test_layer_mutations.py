@@ -39,10 +39,10 @@ LAYOUTS: Final = (*CASES, *FLOATS, *ACT_ORDER, STACK)
 EXPERTS: Final = "model.layers.0.mlp.experts.gate_up_proj"
 PART: Final = TensorSlice(WEIGHT, (OUTPUTS, INPUTS))
 EXPERT: Final = TensorSlice(EXPERTS, (OUTPUTS, INPUTS), entry=StackEntry(1, 3, first=1, step=2))
-KINDS: Final = tuple(dtype for dtype in (
+KINDS: Final = (
     torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8,
     torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
-))  # fmt: skip
+)  # fmt: skip
 _HOSTILE: Final = (0, -1, 1, 2, 127, 128, 255, 65504, 1 << 31, 2**127, float("inf"), float("-inf"), float("nan"), 1e-40)
 
 Tensors = dict[str, torch.Tensor]
