@@ -83,6 +83,20 @@ MUTANTS: Final = (
         ("tests/unit/engine/test_core.py",),
     ),
     Mutant(
+        "checkpoints: a GGUF matrix is compared with what is kept of it",
+        "worker/hetero_worker/checkpoints/gguf_store.py",
+        "return super().exact(part) if self.format_of(part.name) is None else self._stored_matrix(part).dequantized()",
+        "return super().exact(part)",
+        ("tests/unit/worker_model/test_gguf_checkpoints.py",),
+    ),
+    Mutant(
+        "checkpoints: of rows with one scale all columns are read",
+        "worker/hetero_worker/checkpoints/packed_layers.py",
+        "self.columns = whole if weights.group else wanted",
+        "self.columns = whole",
+        ("tests/unit/worker_model/test_packed_checkpoints.py",),
+    ),
+    Mutant(
         "proposals: the draw behind a wrong token is kept, too",
         "worker/hetero_worker/runners/running_step.py",
         "number = num_accepted(tokens, proposal.token_ids) + 1",

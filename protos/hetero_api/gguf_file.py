@@ -73,7 +73,7 @@ GGML_TYPES: Final[Mapping[int, GgmlType]] = {
     20: GgmlType("IQ4_NL", 32, 18, WeightFormat(8, 32)),
     23: GgmlType("IQ4_XS", 256, 136, WeightFormat(8, 32)),
     30: GgmlType("BF16", 1, 2),
-    39: GgmlType("MXFP4", 32, 17, WeightFormat(8, 32)),
+    39: GgmlType("MXFP4", 32, 17, WeightFormat(4, 32, is_float=True)),
 }
 """Those that can be read, by their numbers. Formats hold their numbers exactly, up to the rounding of scales."""
 _OTHER_TYPES: Final[Mapping[int, str]] = {

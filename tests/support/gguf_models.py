@@ -89,6 +89,25 @@ def write_gguf_model(
     writer.close()
 
 
+def write_one_matrix(target: Path, kind: str, *, rows: int, columns: int) -> None:
+    """Write a llama file with nothing but a down projection. Where the gguf package packs none, bytes are random."""
+    random, chosen = np.random.default_rng(5), gguf.GGMLQuantizationType[kind]
+    try:
+        data = gguf.quantize(random.normal(0, 0.1, (rows, columns)).astype(np.float32), chosen)
+    except NotImplementedError:
+        values, size = gguf.GGML_QUANT_SIZES[chosen]
+        data = random.integers(0, 128, (rows, columns // values * size), dtype=np.uint8)
+        data[:, 1::2] &= 0x3F  # no float16 that is none, nor a large one
+    writer = gguf.GGUFWriter(target, "llama")
+    writer.add_head_count(1)
+    writer.add_head_count_kv(1)
+    writer.add_tensor("blk.0.ffn_down.weight", data, raw_dtype=chosen)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(name, value)

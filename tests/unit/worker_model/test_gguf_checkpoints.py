@@ -20,7 +20,12 @@ from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import WeightFormat
 from hetero_worker.checkpoints.checkpoint import Checkpoint
+from hetero_worker.checkpoints.conversion import SAMPLED_ROWS
 from hetero_worker.checkpoints.store import TensorSlice
+from hetero_worker.layers.linear import ShardedLinear
+from hetero_worker.layers.native_linear import NativeLinear, NativeWeight
+from tests.support.bytes_read import counting_reads
+from tests.support.native_compute import op_queue_of
 from tests.support.tiny_checkpoints import save_tiny
 
 pytestmark = pytest.mark.unit
@@ -43,7 +48,7 @@ FORMATS: Final = {
     "Q6_K": WeightFormat(8, 16),
     "IQ4_NL": WeightFormat(8, 32),
     "IQ4_XS": WeightFormat(8, 32),
-    "MXFP4": WeightFormat(8, 32),
+    "MXFP4": WeightFormat(4, 32, is_float=True),
 }
 SCALES: Final = {
     "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
@@ -106,6 +111,72 @@ def test_quantised_slices_are_what_the_file_means(tmp_path: Path, kind: str) -> 
                 expected = meant[slice(*part.row_range), slice(*part.column_range)]
                 assert (found.dequantized() - expected).abs().max() <= bound
                 assert torch.equal(found.scales, found.scales.half().float())
+
+
+@pytest.mark.parametrize("kind", [*FORMATS, *FLOATS])
+def test_a_rank_reads_its_slices_only(tmp_path: Path, kind: str) -> None:
+    """Blocks are read whole."""
+    _write(tmp_path / "model.gguf", {STORED_DOWN: (_blocks(kind), kind)})
+    values, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
+    for rows in (UnitRange(0, ROWS), UnitRange(5, 17)):
+        for begin, end in ((0, COLUMNS), (256, 512), (64, 300)):
+            part = TensorSlice(DOWN, (ROWS, COLUMNS), rows=rows, columns=UnitRange(begin, end))
+            with counting_reads() as count, Checkpoint(tmp_path) as checkpoint:
+                checkpoint.read(part, torch.empty(part.shape))
+                assert count() == rows.size * (-(-end // values) - begin // values) * size
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(None, UnitRange(128, 512)), (UnitRange(96, 256), None)], ids=["columns", "rows"]
+)
+def test_a_slice_takes_no_more_memory_than_its_width_says(
+    tmp_path: Path, kind: str, rows: UnitRange | None, columns: UnitRange | None
+) -> None:
+    _write(tmp_path / "model.gguf", {STORED_DOWN: (_blocks(kind, 256), kind)})
+    part = TensorSlice(DOWN, (256, COLUMNS), rows=rows, columns=columns)
+    linear = ShardedLinear([part])
+    with Checkpoint(tmp_path) as checkpoint:
+        linear.load(checkpoint, dtype=torch.float32, kernel=NativeLinear(op_queue_of()))
+    assert isinstance(linear.packed, NativeWeight)
+    expected = FORMATS[kind].matrix_bytes(*part.shape)
+    assert expected <= linear.packed.num_bytes <= 1.05 * expected
+
+
+@pytest.mark.parametrize("kept", [None, torch.bfloat16], ids=["quantised", "widened"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_status_tells_what_ranks_keep_of_a_type_and_what_it_loses(
+    tmp_path: Path, kind: str, kept: torch.dtype | None
+) -> None:
+    line, error = _loss(tmp_path, _blocks(kind), kind, kept)
+    assert line == f"{kind} -> {'bfloat16' if kept else FORMATS[kind]}, loss {100 * error:.2g} %"
+    if kept:  # MXFP4's numbers have four bits, and powers of two for scales
+        assert (error > 1e-3) == (kind != "MXFP4")
+    else:  # scales that are products of two numbers are rounded
+        assert (error > 1e-5) == kind.endswith(("_K", "_XS"))
+    assert error < 4e-3
+
+
+def test_scales_of_mxfp4_that_float16_has_not_are_a_loss(tmp_path: Path) -> None:
+    """Weights of a row are ten powers of two around float16's least."""
+    sizes = np.exp2(np.arange(-30, -20)).repeat(32).astype(np.float32)
+    stored = np.asarray(gguf.quantize(sizes[None].repeat(ROWS, 0), Kind.MXFP4))
+    line, error = _loss(tmp_path, stored, "MXFP4", None)
+    assert line == f"MXFP4 -> 4-bit floats in groups of 32, loss {100 * error:.2g} %"
+    assert 0.1 < error < 0.9
+
+
+def _loss(directory: Path, stored: Bytes, kind: str, kept: torch.dtype | None) -> tuple[str, float]:
+    """The line of a matrix, and its error by what the gguf package reads."""
+    meant = _meant(stored, kind)[:SAMPLED_ROWS]
+    _write(directory / "model.gguf", {STORED_DOWN: (stored, kind)})
+    part = TensorSlice(DOWN, (ROWS, meant.shape[1]))
+    found = torch.empty(part.shape, dtype=kept or torch.float32)
+    with Checkpoint(directory) as checkpoint:
+        checkpoint.measure_loss(part, kept or FORMATS[kind])
+        checkpoint.read(part, found)
+        [line] = checkpoint.conversions.lines
+    return line, float((found[:SAMPLED_ROWS].float() - meant).norm() / meant.norm())
 
 
 @pytest.mark.parametrize("kind", FLOATS)

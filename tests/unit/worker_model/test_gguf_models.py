@@ -235,8 +235,14 @@ def test_experts_stay_as_narrow_as_they_are_stored_and_each_is_read_by_itself(tm
             packed = gguf.quantize(floats.contiguous().numpy(), gguf.GGMLQuantizationType[kinds[name]])
             expected = torch.from_numpy(gguf.dequantize(packed, gguf.GGMLQuantizationType[kinds[name]]))[3:17]
             found = checkpoint.read_quantized(part)
-            assert found.format == checkpoint.format_of(part) == WeightFormat(8, 32)
+            kept = WeightFormat(4, 32, is_float=True) if name == "down" else WeightFormat(8, 32)
+            assert found.format == checkpoint.format_of(part) == kept
             assert torch.equal(found.dequantized(), expected)
+            checkpoint.measure_loss(part, found.format)
+        assert checkpoint.conversions.lines == (
+            "MXFP4 -> 4-bit floats in groups of 32, loss 0 %",
+            "Q4_0 and Q8_0 -> 8 bits in groups of 32, loss 0 %",
+        )
 
 
 def test_a_directory_with_nothing_but_a_gguf_file_can_be_served(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,90 +16,28 @@ from hetero_api.sharding import UnitRange
 from hetero_api.weight_format import FP8, INT8, WeightFormat
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.quantized_matrix import quantize
-from hetero_worker.checkpoints.safetensors_store import SafetensorsStore
 from hetero_worker.checkpoints.store import TensorSlice
+from tests.support.bytes_read import counting_reads
 from tests.support.quantized_files import (
-    FP8_BLOCKS,
     LAYER,
-    MODELOPT_NVFP4,
     WEIGHT,
-    Quantized,
-    Written,
     act_order,
     awq_config,
-    awq_tensors,
     compressed_config,
     float_config,
     gptq_config,
     gptq_tensors,
     int_tensors,
-    mxfp4,
     nvfp4,
-    packed_int_tensors,
     random_quantized,
     save_packed,
     wide_floats,
 )
+from tests.support.quantized_layers import ACT_ORDER, CASES, FLOATS, INPUTS, OUTPUTS, save_layer
 from tests.support.tiny_checkpoints import edit_config
 
 pytestmark = pytest.mark.unit
 
-OUTPUTS: Final = 48
-INPUTS: Final = 96
-
-Save = Callable[[Path, Quantized], None]
-
-
-def _awq(group: int) -> tuple[Save, Quantized, WeightFormat]:
-    def save(directory: Path, matrix: Quantized) -> None:
-        save_packed(directory, awq_tensors(matrix), awq_config(group))
-
-    matrix = random_quantized(OUTPUTS, INPUTS, bits=4, group=group, symmetric=False)
-    return save, matrix, WeightFormat(4, group, has_minimum=True)
-
-
-def _gptq(bits: int, group: int, *, symmetric: bool, layout: str = "gptq") -> tuple[Save, Quantized, WeightFormat]:
-    def save(directory: Path, matrix: Quantized) -> None:
-        tensors = gptq_tensors(matrix, bits, less_one=layout == "gptq")
-        save_packed(directory, tensors, gptq_config(bits, group, symmetric=symmetric, checkpoint_format=layout))
-
-    matrix = random_quantized(OUTPUTS, INPUTS, bits=bits, group=group, symmetric=symmetric)
-    return save, matrix, WeightFormat(bits, group, has_minimum=not symmetric)
-
-
-def _packed_ints(bits: int, group: int, *, symmetric: bool) -> tuple[Save, Quantized, WeightFormat]:
-    def save(directory: Path, matrix: Quantized) -> None:
-        config = compressed_config("pack-quantized", bits, group, symmetric=symmetric)
-        save_packed(directory, packed_int_tensors(matrix, bits, symmetric=symmetric), config)
-
-    matrix = random_quantized(OUTPUTS, INPUTS, bits=bits, group=group, symmetric=symmetric)
-    return save, matrix, WeightFormat(bits, group, has_minimum=not symmetric)
-
-
-def _ints(group: int, *, symmetric: bool) -> tuple[Save, Quantized, WeightFormat]:
-    def save(directory: Path, matrix: Quantized) -> None:
-        config = compressed_config("int-quantized", 8, group, symmetric=symmetric)
-        save_packed(directory, int_tensors(matrix, symmetric=symmetric), config)
-
-    matrix = random_quantized(OUTPUTS, INPUTS, bits=8, group=group, symmetric=symmetric)
-    return save, matrix, WeightFormat(8, group, has_minimum=not symmetric)
-
-
-CASES: Final = {
-    "awq in groups": _awq(32),
-    "awq in rows": _awq(0),
-    "gptq": _gptq(4, 32, symmetric=True),
-    "gptq with zero points": _gptq(4, 32, symmetric=False),
-    "gptq with zero points as they are": _gptq(4, 32, symmetric=False, layout="gptq_v2"),
-    "gptq of 8 bits": _gptq(8, 48, symmetric=True),
-    "gptq of 8 bits with zero points": _gptq(8, 32, symmetric=False),
-    "packed ints": _packed_ints(4, 32, symmetric=True),
-    "packed ints with zero points": _packed_ints(4, 32, symmetric=False),
-    "packed ints of 8 bits": _packed_ints(8, 32, symmetric=True),
-    "packed ints in rows": _packed_ints(4, 0, symmetric=True),
-    "ints in rows": _ints(0, symmetric=True),
-    "ints in groups with zero points": _ints(32, symmetric=False),
-}
 RANGES: Final = (None, UnitRange(0, 64), UnitRange(32, 96), UnitRange(5, 11), UnitRange(33, 90))
 ROWS: Final = (None, UnitRange(8, 24), UnitRange(13, 14), UnitRange(47, 48))
 
@@ -229,37 +167,6 @@ def test_who_refuses_a_method_says_what_to_do(tmp_path: Path, method: str) -> No
 
 
 _PART: Final = TensorSlice(WEIGHT, (OUTPUTS, INPUTS))
-_BLOCKS: Final = float_config("float-quantized", 8, strategy="block", block_structure=[20, 32])
-FLOATS: Final[dict[str, tuple[Written, dict[str, Any], WeightFormat]]] = {
-    "blocks": (wide_floats(OUTPUTS, INPUTS, rows=20, columns=32), _BLOCKS, WeightFormat(8, 32, is_float=True)),
-    "scale_inv": (
-        wide_floats(OUTPUTS, INPUTS, rows=16, columns=32, scale="weight_scale_inv"),
-        FP8_BLOCKS,
-        WeightFormat(8, 32, is_float=True),
-    ),
-    "rows": (
-        wide_floats(OUTPUTS, INPUTS, rows=1, columns=0),
-        float_config("float-quantized", 8, strategy="channel"),
-        FP8,
-    ),
-    "tensor": (wide_floats(OUTPUTS, INPUTS, rows=0, columns=0), {"quant_method": "modelopt", "quant_algo": "FP8"}, FP8),
-    "tensor, early": (wide_floats(OUTPUTS, INPUTS, rows=0, columns=0), {"quant_method": "fp8"}, FP8),
-    "nvfp4": (
-        nvfp4(OUTPUTS, INPUTS, modelopt=False),
-        float_config("nvfp4-pack-quantized", 4, strategy="tensor_group", group_size=16),
-        WeightFormat(4, 16, is_float=True),
-    ),
-    "nvfp4 of modelopt": (
-        nvfp4(OUTPUTS, INPUTS, modelopt=True),
-        {"quant_method": "modelopt", **MODELOPT_NVFP4},
-        WeightFormat(4, 16, is_float=True),
-    ),
-    "mxfp4": (
-        mxfp4(OUTPUTS, INPUTS),
-        float_config("mxfp4-pack-quantized", 4, strategy="group", group_size=32),
-        WeightFormat(4, 32, is_float=True),
-    ),
-}
 
 
 @pytest.mark.parametrize("name", FLOATS)
@@ -275,6 +182,35 @@ def test_small_floats_are_read_as_exactly_their_numbers(tmp_path: Path, name: st
                 found = checkpoint.read_quantized(part)
                 assert found.format == checkpoint.format_of(part)
                 torch.testing.assert_close(found.dequantized(), meant, rtol=1e-6, atol=0)
+
+
+COMPRESSED: Final = ("rows", "blocks", "nvfp4", "mxfp4", *(name for name in CASES if "ints" in name.split()))
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_what_compressed_tensors_writes_is_read_as_the_numbers_that_it_reads(tmp_path: Path, name: str) -> None:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    save_layer(tmp_path, name)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    compressor = BaseCompressor.get_value_from_registry(config["format"])
+    scheme = QuantizationScheme.model_validate(config["config_groups"]["group_0"])
+    ours = {key.removeprefix(f"{LAYER}."): each for key, each in load_file(tmp_path / "model.safetensors").items()}
+    if ours["weight_scale"].dtype == torch.float16:  # its numbers have the type of their scales
+        ours["weight_scale"] = ours["weight_scale"].float()
+    meant = compressor.decompress(ours, scheme)
+    written = compressor.compress(meant, scheme)
+    assert written.keys() == ours.keys()
+    for key, each in written.items():  # of 4-bit floats it may write 0 for -0
+        assert torch.equal(each, ours[key]) or (name, key) in (("nvfp4", "weight_packed"), ("mxfp4", "weight_packed"))
+    save_packed(tmp_path, written, config)
+    with Checkpoint(tmp_path) as checkpoint:
+        found = checkpoint.read_quantized(_PART).dequantized()
+    expected = meant["weight"].float()
+    # Minima are rounded to float16.
+    bound = 15 * expected.abs().max() * 2**-11 if "zero points" in name else 0.0
+    assert (found - expected).abs().max() <= bound
 
 
 @pytest.mark.parametrize("layout", ["gptq", "compressed"])
@@ -324,29 +260,44 @@ def test_scales_that_float16_has_not_are_rounded_and_that_is_told(tmp_path: Path
     assert line == f"FP8 with a scale for each row -> 8-bit floats in rows, loss {100 * error:.2g} %"
 
 
-@pytest.mark.parametrize("name", [*CASES, *FLOATS])
-def test_a_rank_reads_its_slices_only(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes of words, scales and zero points, against the slice's part of the file."""
-    if name in CASES:
-        CASES[name][0](tmp_path, CASES[name][1])
-    else:
-        save_packed(tmp_path, FLOATS[name][0].tensors, FLOATS[name][1])
-    sizes: list[int] = []
-    slice_as = SafetensorsStore.slice_as
+@pytest.mark.parametrize("rows", [None, UnitRange(20, 40)], ids=["all rows", "rows"])
+@pytest.mark.parametrize("columns", [None, UnitRange(64, 96)], ids=["all columns", "columns"])
+@pytest.mark.parametrize("name", [*CASES, *FLOATS, *ACT_ORDER])
+def test_a_rank_reads_its_slices_only(
+    tmp_path: Path, name: str, rows: UnitRange | None, columns: UnitRange | None
+) -> None:
+    """Bytes of values, scales and zero points. Groups are read whole; of inputs in any order, all scales of a row."""
+    save_layer(tmp_path, name)
+    part = TensorSlice(WEIGHT, (OUTPUTS, INPUTS), rows=rows, columns=columns)
+    with counting_reads() as count, Checkpoint(tmp_path) as checkpoint:
+        weights = checkpoint.format_of(TensorSlice(WEIGHT, (OUTPUTS, INPUTS)))
+        assert weights is not None
+        count()  # orders are read once
+        checkpoint.read_quantized(part)
+        found = count()
+    begin, end = part.column_range
+    whole = UnitRange(begin // weights.group * weights.group, end) if weights.group else part.column_range
+    tensors = {key.split(".")[-1]: each for key, each in load_file(tmp_path / "model.safetensors").items()}
+    expected = 0
+    for key, each in tensors.items():
+        has_all_columns = name in ACT_ORDER and key not in ("qweight", "weight_packed")
+        expected += _bytes_of(key, each, part.row_range, UnitRange(0, INPUTS) if has_all_columns else whole)
+    assert 0 < found <= 1.05 * expected
+    assert part.shape != (OUTPUTS, INPUTS) or found == expected
 
-    def counting(self: SafetensorsStore, tensor: str, *given: Any) -> torch.Tensor:
-        found = slice_as(self, tensor, *given)
-        if not tensor.endswith("g_idx"):
-            sizes.append(found.nbytes)
-        return found
 
-    monkeypatch.setattr(SafetensorsStore, "slice_as", counting)
-    with Checkpoint(tmp_path) as checkpoint:
-        checkpoint.read_quantized(_PART)
-        whole = sum(sizes)
-        sizes.clear()
-        checkpoint.read_quantized(TensorSlice(WEIGHT, (OUTPUTS, INPUTS), rows=UnitRange(16, 32)))
-    assert sum(sizes) <= whole / 3 * 1.05
+def _bytes_of(name: str, tensor: torch.Tensor, *wanted: UnitRange) -> int:
+    """Bytes of what stands for so many rows and columns of the layer."""
+    if name in ("g_idx", "weight_g_idx", "weight_shape", "input_scale", "input_global_scale"):
+        return 0
+    shape = tensor.shape[::-1] if name in ("qweight", "qzeros", "scales") else tensor.shape
+    if tensor.numel() == 1:
+        return tensor.nbytes
+    touched = [
+        -(-end * size // of) - begin * size // of
+        for size, of, (begin, end) in zip(shape, (OUTPUTS, INPUTS), wanted, strict=True)
+    ]
+    return math.prod(touched) * tensor.itemsize
 
 
 @pytest.mark.parametrize(
@@ -376,7 +327,11 @@ def test_damaged_floats_are_named(tmp_path: Path, name: str, change: dict[str, t
 
 @pytest.mark.parametrize(
     ("order", "message"),
-    [(torch.full((INPUTS,), 7, dtype=torch.int32), "groups that do not exist"), (None, "no tensor")],
+    [
+        (torch.full((INPUTS,), 7, dtype=torch.int32), "groups that do not exist"),
+        (torch.arange(INPUTS - 1, dtype=torch.int32) % 3, "an order of 95 inputs, config.json says 96"),
+        (None, "no tensor"),
+    ],
 )
 def test_damaged_orders_are_named(tmp_path: Path, order: torch.Tensor | None, message: str) -> None:
     written = act_order(OUTPUTS, INPUTS, group=32, symmetric=True, layout="gptq")

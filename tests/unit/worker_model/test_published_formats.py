@@ -45,6 +45,7 @@ from tests.support.quantized_files import (
     wide_floats,
 )
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares
+from tests.support.resident_weights import resident_weights
 from tests.support.tiny_checkpoints import TinyCheckpoint, edit_config, save_tiny
 
 pytestmark = pytest.mark.unit
@@ -55,13 +56,17 @@ CHANGES: Final[dict[str, dict[str, Any]]] = {
     "glm4-moe": SHAPE | {"moe_intermediate_size": 64},
     "deepseek-v3": {},
     "minimax-m2": {},
-}
+    "glm4-moe, wider": {
+        "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "vocab_size": 256, "head_dim": 32,
+    },
+}  # fmt: skip
 ONE: Final = Shares(kv_heads=((8,),), mlp_columns=((96,),), vocab_rows=(200,), experts=((6,),))
 UNEVEN: Final = Shares(kv_heads=((5, 3),), mlp_columns=((32, 64),), vocab_rows=(64, 136), experts=((1, 5),))
 SLICES: Final = Shares(kv_heads=((5, 3),), mlp_columns=((32, 64),), vocab_rows=(64, 136), expert_slices=(1, 3))
 """16 and 48 columns of each expert."""
 WHOLE_GROUPS: Final = Shares(kv_heads=((6, 2),), mlp_columns=((48, 48),), vocab_rows=(64, 136), experts=((1, 5),))
 """Kernels want groups of 16 inputs or more."""
+IN_HALVES: Final = Shares(kv_heads=((6, 2),), mlp_columns=((64, 64),), vocab_rows=(64, 192), experts=((1, 5),))
 TINY: Final = Shares(kv_heads=((5, 3),), mlp_columns=((17, 33),), vocab_rows=(64, 136), experts=((1, 5),))
 _FLOATS: Final = ("norm.weight", "embed_tokens.weight", "lm_head.weight", "gate.weight", "bias")
 
@@ -172,7 +177,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Tiny
 def _save(variant: str, name: str, factory: pytest.TempPathFactory) -> TinyCheckpoint:
     write, config, _ = FORMATS[name]
     directory, floats = factory.mktemp("packed"), factory.mktemp("floats")
-    plain = save_tiny(variant, directory, **CHANGES[variant])
+    plain = save_tiny(variant.split(",")[0], directory, **CHANGES[variant])
     path, packed, numbers = directory / "model.safetensors", {}, {}
     for seed, (key, weight) in enumerate(sorted(load_file(path).items())):
         if key.endswith(_FLOATS):
@@ -260,10 +265,7 @@ def test_native_kernels_keep_them_narrow(saved: Callable[[str, str], TinyCheckpo
     assert all(line.startswith(f"{weights.bits}") for line in layers), layers
 
 
-RESIDENT: Final = ("fp8 blocks", "fp8 rows", "nvfp4 modelopt", "mxfp4", "gptq act-order", "ints")
-
-
-@pytest.mark.parametrize("name", RESIDENT)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     ("rows", "columns"), [(None, UnitRange(128, 512)), (UnitRange(96, 256), None)], ids=["columns", "rows"]
 )
@@ -278,6 +280,15 @@ def test_a_slice_takes_no_more_memory_than_its_width_says(
         linear.load(checkpoint, dtype=torch.float32, kernel=NativeLinear(op_queue_of()))
     assert isinstance(linear.packed, NativeWeight)
     assert weights.matrix_bytes(*part.shape) <= linear.packed.num_bytes <= 1.05 * weights.matrix_bytes(*part.shape)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_rank_takes_no_more_memory_than_is_counted(saved: Callable[[str, str], TinyCheckpoint], name: str) -> None:
+    """Of two ranks, all of their weights."""
+    group = RankGroup(saved("glm4-moe, wider", name).directory, IN_HALVES)
+    for request in group.requests:
+        found = resident_weights(request)
+        assert 0.95 * found.counted <= found.resident <= 1.05 * found.counted
 
 
 def test_status_tells_what_is_lost(saved: Callable[[str, str], TinyCheckpoint]) -> None:

@@ -1,9 +1,10 @@
 """Blocks of ggml's quantised types, as whole numbers, scales and minima.
 
 Blocks follow ggml's layouts (ggml-common.h) and arithmetic (ggml-quants.c). Within a block of 4-bit values, the lower
-halves of some bytes come first, then their upper halves. Scales of K-quants and IQ4_XS are products of two numbers,
-which are rounded to float16, the type of all scales; everything else is exact. Types of 5 bits, and those whose values
-are looked up in a table, become 8 bits; those of 2 and 3 bits become 4.
+halves of some bytes come first, then their upper halves. Numbers are exact: scales of K-quants and IQ4_XS are products
+of two numbers, which only `QuantizedMatrix.rounded` rounds to float16, as scales of MXFP4 below float16's, of weights
+below 10^-6. Types of 5 bits, and those whose values are looked up in a table of their own, become 8 bits; those of 2
+and 3 bits become 4.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Final, NamedTuple
 import torch
 
 from hetero_api.gguf_file import GgmlType
-from hetero_worker.checkpoints.quantized_matrix import TWICE_E2M1, QuantizedMatrix
+from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 
 _MXFP4_EXPONENT: Final = 128
 """What a stored exponent of half a scale is larger by."""
@@ -33,11 +34,11 @@ class _Unpacked(NamedTuple):
 def unpack_blocks(kind: GgmlType, blocks: torch.Tensor) -> QuantizedMatrix:
     """Return a matrix of whole blocks, uint8 [rows, blocks, bytes], of a quantised type.
 
-    Raises ValueError for scales that float16 cannot hold.
+    Raises ValueError for scales that are too large for float16.
     """
     assert kind.weights is not None
     found = _READERS[kind.name](blocks)
-    scales, minima = _rounded(found.scales), None if found.minima is None else _rounded(found.minima)
+    scales, minima = _checked(found.scales), None if found.minima is None else _checked(found.minima)
     values = found.values.flatten(1).to(torch.int8 if kind.weights.bits == 8 else torch.uint8)
     return QuantizedMatrix(kind.weights, values.contiguous(), scales, minima)
 
@@ -125,9 +126,8 @@ def _iq4_xs(blocks: torch.Tensor) -> _Unpacked:
 
 
 def _mxfp4(blocks: torch.Tensor) -> _Unpacked:
-    """Unpack an exponent and 16 bytes of 4-bit floats. Scales below float16's, of weights below 10^-6, become 0."""
-    scales = torch.exp2(blocks[..., :1].float() - _MXFP4_EXPONENT)
-    return _Unpacked(TWICE_E2M1[_nibbles(blocks[..., 1:]).int()], scales)
+    """Unpack an exponent and 16 bytes of 4-bit floats."""
+    return _Unpacked(_nibbles(blocks[..., 1:]), torch.exp2(blocks[..., :1].float() - _MXFP4_EXPONENT))
 
 
 _READERS: Final[Mapping[str, Callable[[torch.Tensor], _Unpacked]]] = {
@@ -187,9 +187,8 @@ def _halves(packed: torch.Tensor) -> torch.Tensor:
     return packed.contiguous().view(torch.float16).float()
 
 
-def _rounded(numbers: torch.Tensor) -> torch.Tensor:
-    """Return [rows, groups] of [rows, blocks, groups], rounded to float16."""
-    rounded = numbers.flatten(1).half().float()
-    if not torch.isfinite(rounded).all():
+def _checked(numbers: torch.Tensor) -> torch.Tensor:
+    """Return [rows, groups] of [rows, blocks, groups]."""
+    if not torch.isfinite(numbers.half()).all():
         raise ValueError("scales are not finite, or too large for float16; the file is damaged")
-    return rounded
+    return numbers.flatten(1)

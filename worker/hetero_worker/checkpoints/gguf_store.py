@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 import torch
 
 from hetero_api.errors import ModelError
-from hetero_api.gguf_file import GgufTensor
+from hetero_api.gguf_file import GgmlType, GgufTensor
 from hetero_api.gguf_model import architecture_of, gguf_files, gguf_header
 from hetero_api.gguf_names import GgufName, gguf_name
 from hetero_api.model_directory import model_file
@@ -84,13 +84,14 @@ class GgufStore(WeightStore):
 
     def dtype_of(self, name: str) -> torch.dtype:
         """See `WeightStore.dtype_of`."""
-        stored = self._stored(name)
-        tensors = (
-            self._by_head(stored, name)
-            if self._is_by_head(stored)
-            else [self._tensor(part.tensor, name) for part in stored.parts]
-        )
-        return reduce(torch.promote_types, (_FLOATS.get(tensor.kind.name, torch.float32) for tensor in tensors))
+        kinds = self._kinds(name)
+        return reduce(torch.promote_types, (_FLOATS.get(kind.name, torch.float32) for kind in kinds))
+
+    def stored_as(self, name: str) -> str:
+        """See `WeightStore.stored_as`."""
+        kinds = self._kinds(name)
+        is_quantized = any(kind.weights is not None for kind in kinds)
+        return " and ".join(sorted({kind.name for kind in kinds})) if is_quantized else super().stored_as(name)
 
     def floats(self, part: TensorSlice) -> torch.Tensor:
         """See `WeightStore.floats`."""
@@ -103,10 +104,23 @@ class GgufStore(WeightStore):
 
     def quantized(self, part: TensorSlice) -> QuantizedMatrix:
         """See `WeightStore.quantized`."""
-        matrix = stacked([self._unpacked(place, part) for place in self._places(part, self._stored(part.name))])
         weights = self.format_of(part.name)
         assert weights is not None
-        return matrix.in_format(weights.cut(*part.column_range, part.full_shape[1]))
+        return self._stored_matrix(part).in_format(weights.cut(*part.column_range, part.full_shape[1])).rounded()
+
+    def exact(self, part: TensorSlice) -> torch.Tensor:
+        """See `WeightStore.exact`."""
+        return super().exact(part) if self.format_of(part.name) is None else self._stored_matrix(part).dequantized()
+
+    def _stored_matrix(self, part: TensorSlice) -> QuantizedMatrix:
+        return stacked([self._unpacked(place, part) for place in self._places(part, self._stored(part.name))])
+
+    def _kinds(self, name: str) -> list[GgmlType]:
+        """Return the types of the tensors that a tensor is stored as."""
+        stored = self._stored(name)
+        if self._is_by_head(stored):
+            return [tensor.kind for tensor in self._by_head(stored, name)]
+        return [self._tensor(part.tensor, name).kind for part in stored.parts]
 
     def _floats_at(self, place: _Place, part: TensorSlice) -> torch.Tensor:
         if place.tensor.kind.weights is not None:  # of two tensors that rows are divided between, the other is floats

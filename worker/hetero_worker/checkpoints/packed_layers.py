@@ -45,7 +45,7 @@ _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class StoredNumbers(NamedTuple):
-    """Rows of a layer, in whole groups of columns."""
+    """Rows of a layer, in whole groups of columns unless rows have one scale."""
 
     values: torch.Tensor
     """[rows, columns]: unsigned whole numbers, int32; or bits of floats, int8 of 8-bit and uint8 of 4-bit ones."""
@@ -58,7 +58,7 @@ class StoredNumbers(NamedTuple):
 
 
 class LayerSlice:
-    """A slice of one layer, with the columns' whole groups."""
+    """A slice of one layer, with the columns' whole groups, unless rows have one scale."""
 
     def __init__(self, files: SafetensorsStore, scheme: Scheme, part: TensorSlice, *, in_order: bool = True) -> None:
         """`in_order` False: columns belong to any of the groups, so that the scales of all groups are read."""
@@ -72,7 +72,8 @@ class LayerSlice:
         wanted = part.column_range
         if in_order:
             self.groups = UnitRange(wanted.begin // group, -(-wanted.end // group))
-            self.columns = UnitRange(self.groups.begin * group, min(self.groups.end * group, self.inputs))
+            whole = UnitRange(self.groups.begin * group, min(self.groups.end * group, self.inputs))
+            self.columns = whole if weights.group else wanted
         else:
             self.groups, self.columns = UnitRange(0, self.num_groups), wanted
 
@@ -259,6 +260,9 @@ def stacked_floats(files: SafetensorsStore, scheme: Scheme, part: TensorSlice) -
     blocks, exponents = f"{part.name}_blocks", f"{part.name}_scales"
     files.check_shape(blocks, (*shape, group // 2))
     files.check_shape(exponents, shape)
+    for name in (blocks, exponents):
+        if (found := files.kind_of(name)) != _BYTES:
+            raise ModelError(f"{files.directory}: tensor {name} is stored as {found}, which must be {_BYTES}")
     rows, wanted = (slice(entry.first, None, entry.step), slice(*part.row_range)), part.column_range
     groups = UnitRange(wanted.begin // group, -(-wanted.end // group))
     packed, stored = (files.slice(name)[entry.number][rows[0]][rows[1], slice(*groups)] for name in (blocks, exponents))
@@ -306,4 +310,5 @@ def _scales_by_row(layer: LayerSlice) -> torch.Tensor:
 
 def _signed(layer: LayerSlice, name: str, width: int, columns: UnitRange) -> torch.Tensor:
     """Read int8 [rows, columns] as unsigned numbers in int32."""
-    return layer.read(name, (layer.outputs, width), layer.rows, columns).to(torch.int32) + layer.middle
+    stored = layer.bits(name, "I8", (layer.outputs, width), layer.rows, columns).view(torch.int8)
+    return stored.to(torch.int32) + layer.middle

@@ -79,8 +79,10 @@ class PackedStore(SafetensorsStore):
             return super().exact(part)
         order, group = self._order_of(part.name, scheme), scheme.weights.group or part.full_shape[1]
         if order is not None:
-            stored = LayerSlice(self, scheme, part, in_order=False).numbers()
-            return exact_numbers(stored, scheme, order[slice(*part.column_range)])
+            layer = LayerSlice(self, scheme, part, in_order=False)
+            if len(order) != layer.inputs:
+                raise layer.error(f"has an order of {len(order)} inputs, config.json says {layer.inputs}")
+            return exact_numbers(layer.numbers(), scheme, order[slice(*part.column_range)])
         stored = self._numbers(part, scheme)
         begin = stored.columns.begin
         groups = torch.arange(*stored.columns) // group - begin // group

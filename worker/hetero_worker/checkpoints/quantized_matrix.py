@@ -13,7 +13,7 @@ are then rounded against the rounded scales and minima.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Final
 
@@ -85,6 +85,11 @@ class QuantizedMatrix:
             self.scales[:, firsts],
             None if minima is None else minima[:, firsts],
         )
+
+    def rounded(self) -> QuantizedMatrix:
+        """Return the matrix with scales and minima rounded to float16."""
+        minima = None if self.minima is None else self.minima.half().float()
+        return replace(self, scales=self.scales.half().float(), minima=minima)
 
     def _numbers(self) -> torch.Tensor:
         """Return float32 [out, in]: weights without their scales and minima."""
