@@ -139,13 +139,16 @@ def test_logits_equal_the_reference_with_few_or_odd_heads(
         ("deepseek-v3", {"n_shared_experts": 0}),
         ("deepseek-v3", {"n_shared_experts": 1, "first_k_dense_replace": 0}),
         ("glm4-moe-lite", {"n_shared_experts": 0, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
+        ("glm4-unbiased", {}),
+        ("qwen3.5-moe-odd", {}),
     ],
 )
 @pytest.mark.parametrize("kv_heads", [pytest.param(3, marks=pytest.mark.extended), 2])
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-def test_logits_equal_the_reference_without_shared_experts_or_dense_layers(
+def test_logits_equal_the_reference_in_other_configurations(
     tmp_path: Path, variant: str, changes: dict[str, Any], kv_heads: int
 ) -> None:
+    """Without shared experts, without dense layers, and second ones; dealt 2:1:0 or 1:1."""
     of_model = {**changes, "num_attention_heads": kv_heads, "num_key_value_heads": kv_heads}
     _check_prefill_and_decode(save_tiny(variant, tmp_path, **of_model), _dealt(kv_heads))
 
