@@ -31,7 +31,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 LENGTHS = (1, 16, 17, 60, 90, 100, 100, 110)
 MAX_MODEL_LEN = 192
 BLOCK_SIZE = 16
-NUM_BLOCKS = 20
+NUM_BLOCKS = 15
 """Of a rank that holds all heads of all layers. The sequences fill 62, and one may take 12."""
 LAYOUTS: Mapping[str, dict[str, Any]] = {
     "uneven": {"shares": {"attention": [5, 3], "mlp": [1, 2], "vocabulary": [2, 1]}},
@@ -52,7 +52,6 @@ def test_a_group_of_a_family_goes_on_through_everything(tmp_path: Path, variant:
     )
     with LocalGroupProcess(manifest, home=tmp_path / "home") as group, group.client() as client:
         _check_many(client, reference)
-        assert _preemptions(group) > 0
         check_stream_over_a_loss(group, client, reference, "cpu-1", max_tokens=MAX_TOKENS)
         with group.admin() as admin:
             admin.sleep(2)
@@ -60,6 +59,7 @@ def test_a_group_of_a_family_goes_on_through_everything(tmp_path: Path, variant:
             _check_many(client, reference)
             assert admin.reset_cache(block_size=12).block_size == 12
             _check_many(client, reference)
+        assert _preemptions(group) > 0
     assert shared_segments() == set()
 
 
