@@ -38,8 +38,7 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
     "stages": {"mode": "Layer"},
 }
 REFUSED = {("gemma4-readers", "stages")}
-"""Layers that read other layers' keys and values have to be with them, and so would all but the first be."""
-
+"""Layers that read other layers' keys and values are on one rank with these: all layers of this variant."""
 CASES = [(variant, layout) for variant in MIXED_VARIANTS for layout in LAYOUTS if (variant, layout) not in REFUSED]
 
 
