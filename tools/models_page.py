@@ -13,9 +13,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hetero_api.architectures import ARCHITECTURES, REFUSED_ARCHITECTURES, Architecture
 from hetero_api.wrappers import WRAPPERS
-from tests.distributed.test_hetero_group import MIXED_VARIANTS
+from tests.distributed.test_hetero_group import EVERY_PATH_VARIANT, MIXED_VARIANTS
+from tests.distributed.test_model_families import CASES as OF_CPU_GROUPS
 from tests.support.tiny_checkpoints import VARIANTS
-from tests.unit.worker_model.test_decoder_reference import CURRENT, EVERY_LAYOUT, MORE_IN_EVERY_LAYOUT
+from tests.unit.worker_model.test_decoder_reference import (
+    CURRENT,
+    EVERY_LAYOUT,
+    MORE_CURRENT,
+    MORE_IN_EVERY_LAYOUT,
+    MORE_ODD_HEADS,
+    ODD_HEADS,
+)
 from tests.unit.worker_model.test_model_paths import MORE_VARIANTS as MORE_PATH_VARIANTS
 from tests.unit.worker_model.test_model_paths import VARIANTS as PATH_VARIANTS
 from tests.unit.worker_model.test_native_forward import CASES, MORE_CASES
@@ -44,10 +52,12 @@ _FAMILIES: Final = {
 }
 _TESTS: Final = {
     "every layout": (*EVERY_LAYOUT, *MORE_IN_EVERY_LAYOUT),
-    "torch, GPU with CPU, invariant": CURRENT,
+    "odd heads": (*ODD_HEADS, *MORE_ODD_HEADS),
+    "torch, GPU with CPU, invariant": (*CURRENT, *MORE_CURRENT),
     "chunks, prefixes, stages": (*PATH_VARIANTS, *MORE_PATH_VARIANTS),
     "recorded": tuple(variant for variant, *_ in (*CASES, *MORE_CASES)),
-    "mixed group": MIXED_VARIANTS,
+    "mixed group": (*MIXED_VARIANTS, EVERY_PATH_VARIANT),
+    "preempted, healed, woken": tuple(variant for variant, _ in OF_CPU_GROUPS),
 }
 _INTRO: Final = """\
 <!-- Generated from the contract and the tests by `make docs`. Do not edit. -->
@@ -60,12 +70,15 @@ prefill and decode, on one rank and on ranks with 5:2:1:0 of the heads. Numbers 
 tries. What is tested beside:
 
 - *every layout*: ranks without heads, without experts, first ranks idle, helpers of two holders, layers of stages
+- *odd heads*: groups of five query heads and of one, and 3 KV heads, dealt 2:1:0 and 1:1
 - *torch, GPU with CPU, invariant*: torch's operators in place of native kernels, a GPU that is played by the host
   beside a CPU rank, and batch-invariant mode
 - *chunks, prefixes, stages*: prefill in chunks of any size, prefix hits, mixed batches, recomputed sequences, pipelines
 - *recorded*: recorded decode steps equal those that are computed operator by operator, bit by bit
 - *mixed group*: real processes of a GPU rank, played by the host, and CPU ranks: text, a prefix hit, sleep, and a CPU
   rank that is killed while it streams
+- *preempted, healed, woken*: real processes of two uneven CPU ranks, and of two stages: more sequences than the cache
+  holds, a rank that is killed while it streams, sleep that drops weights, and another cache
 
 """
 _NOTES: Final = """

@@ -128,7 +128,8 @@ DeepSeek-V3 does not fit a GPU of 24 GB.
 Attention, its cache, shared experts and the vocabulary on the GPU, all routed experts on CPU ranks, a rank a socket,
 each with as many columns of every expert: tokens/s, and the memory that the GPU needs. Beside it CPU ranks alone, for
 decode of one stream and a prompt of 2k. The best placement is often between these, with some experts on the GPU;
-`hetero plan` finds it.
+`hetero plan` finds it. Without experts, all columns of the MLP are on CPU ranks. A dash: sequences of the model end
+before.
 
 Ranks with whole experts wait for the one that has most of those that a token chose: of 8 experts over two sockets the
 busier has five on average. Ranks with columns of every expert never wait, but compute more and smaller pieces.
@@ -284,7 +285,7 @@ def _example(model: str, machine: str) -> Iterator[str]:
     yield f"{need / GB:.0f} of {has / GB:.0f} GB" + ("" if need <= has else " (too much)")
     for plan, loads in ((mixed, LOADS), (alone, (LOADS[0], LOADS[3]))):
         for load in loads:
-            yield _number(cost.tokens_per_s(plan, load, bounds))
+            yield _number(cost.tokens_per_s(plan, load, bounds)) if load.fits(bounds) else "-"
 
 
 def _experts_on_cpu(config: ModelConfig, hardware: Hardware, *, has_gpu: bool) -> ShardPlan:

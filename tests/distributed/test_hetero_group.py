@@ -37,8 +37,10 @@ MIXED_VARIANTS: dict[str, dict[str, float]] = {
     "glm4-moe": {}, "gpt-oss": {}, "minimax-m2": {}, "deepseek-v3": {"head_dim": 8}, "glm4-moe-lite": {"head_dim": 8},
     "gemma4-moe": {}, "gemma4-readers": {"vocab_size_per_layer_input": 320}, "qwen3-next": {"initializer_range": 0.15},
     "qwen3.5": {"initializer_range": 0.15}, "qwen3.5-moe": {"initializer_range": 0.15}, "smollm3": {}, "glm4": {},
+    "mistral": {}, "llama": {},
 }  # fmt: skip
 """With changes of their configuration: DeepSeek-V3's head_dim is that of what is rotated."""
+EVERY_PATH_VARIANT = "qwen3-moe-some-dense"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ def check_stream_over_a_loss(
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_a_mixed_group_equals_transformers_on_every_path(tmp_path: Path, layout: Layout) -> None:
     """Chunked and mixed steps, a prefix hit, preemption, another cache, and both levels of sleep."""
-    model = save_tiny_model(tmp_path / "model", "qwen3-moe-some-dense")
+    model = save_tiny_model(tmp_path / "model", EVERY_PATH_VARIANT)
     reference = Reference.from_directory(model)
     with mixed_group(tmp_path, model, layout, engine=ENGINE, max_model_len=160) as group, group.client() as client:
         with group.admin() as admin:

@@ -96,6 +96,14 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
     "smollm3-window": ("smollm3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 5}),
     "glm4": ("glm4", {}),
+    "glm4-unbiased": (
+        "glm4",
+        {
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25},
+        },
+    ),
     "glm4-moe": ("glm4_moe", {**_GLM4_MOE, "use_qk_norm": True}),
     "glm4-moe-grouped": (
         "glm4_moe",
@@ -162,6 +170,20 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3.5-moe": ("qwen3_5_moe_text", _QWEN3_NEXT),
+    "qwen3.5-moe-odd": (
+        "qwen3_5_moe_text",
+        {
+            **_QWEN3_NEXT,
+            "linear_num_key_heads": 11,
+            "linear_num_value_heads": 33,
+            "linear_conv_kernel_dim": 3,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "num_experts_per_tok": 1,
+            "shared_expert_intermediate_size": 7,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gpt-oss": ("gpt_oss", {**_GPT_OSS, "sliding_window": 5, "rope_parameters": _YARN}),
     "gpt-oss-full": ("gpt_oss", {**_GPT_OSS, "layer_types": ["full_attention"] * 3, "attention_bias": False}),
     "gemma2": (
@@ -218,6 +240,9 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_QWEN3_5_VISION: dict[str, Any] = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "out_hidden_size": 32, "patch_size": 8,
+}  # fmt: skip
 _VISION: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
     "patch_size": 8,
@@ -238,6 +263,8 @@ WRAPPED: Mapping[str, tuple[str, str, dict[str, Any]]] = {
         "gemma4-moe",
         {"vision_config": {**_VISION, "num_key_value_heads": 2, "head_dim": 8, "model_type": "gemma4_vision"}},
     ),
+    "qwen3.5": ("qwen3_5", "qwen3.5", {"vision_config": _QWEN3_5_VISION}),
+    "qwen3.5-moe": ("qwen3_5_moe", "qwen3.5-moe", {"vision_config": _QWEN3_5_VISION}),
 }
 """Models of text and images: type, variant of the text part, and fields beside text_config."""
 

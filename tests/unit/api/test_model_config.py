@@ -478,6 +478,8 @@ QWEN3_5: dict[str, Any] = {
         ({"rope_theta": [1]}, "rope field rope_theta must be a number of more than 0"),
         ({"head_dim": 15}, "15 elements of a head are rotated, which must be an even number"),
         ({"architectures": ["DeepseekV32ForCausalLM"]}, "DeepseekV32ForCausalLM is not supported: an indexer chooses"),
+        ({"architectures": ["DeepseekV4ForCausalLM"]}, "DeepseekV4ForCausalLM is not supported: an indexer chooses"),
+        ({"architectures": ["GlmMoeDsaForCausalLM"]}, "GlmMoeDsaForCausalLM is not supported: an indexer chooses"),
         ({"rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta is set"),
         (
             {"architectures": ["GptOssForCausalLM"], "swiglu_limit": 9.0},

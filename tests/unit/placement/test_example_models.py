@@ -21,6 +21,7 @@ PUBLISHED = {
     "gemma-4-26b-a4b": (25.2e9, 3.8e9),
     "gemma-4-31b": (30.7e9, 30.7e9),
     "gemma-4-e4b": (7.5e9, 4.5e9),
+    "glm-4-32b": (32.6e9, 32.6e9),
     "glm-4.5": (355e9, 32e9),
     "glm-4.5-air": (106e9, 12e9),
     "glm-4.6": (355e9, 32e9),
@@ -29,9 +30,13 @@ PUBLISHED = {
     "gpt-oss-20b": (20.9e9, 3.6e9),
     "kimi-k2": (1.03e12, 32e9),
     "minimax-m2": (230e9, 10e9),
+    "mistral-small": (23.6e9, 23.6e9),
     "qwen3-235b-a22b": (235e9, 22e9),
     "qwen3-30b-a3b": (30.5e9, 3.3e9),
     "qwen3-next-80b-a3b": (79.7e9, 3.5e9),
+    "qwen3.5-27b": (27e9, 27e9),
+    "qwen3.5-35b-a3b": (35e9, 3e9),
+    "smollm3-3b": (3.08e9, 3.08e9),
 }
 """Parameters, and those that a token uses, as the model cards say: some round, some count a layer of drafts more.
 

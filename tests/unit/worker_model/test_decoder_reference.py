@@ -60,6 +60,8 @@ CURRENT = (
     "qwen3.5-moe",
 )
 """Architectures with parts that others do not have."""
+MORE_CURRENT = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3-moe", "gemma2", "gemma3")
+"""The older ones; `make test-all` tries them."""
 EVERY_LAYOUT = (
     "llama-biased", "qwen3", "qwen3-moe-some-dense", "gemma3", "glm4-moe", "gpt-oss", "minimax-m2", "deepseek-v3",
     "gemma4-moe", "gemma4-inputs", "gemma4-readers",
@@ -70,6 +72,13 @@ MORE_IN_EVERY_LAYOUT = (
     "qwen3.5-odd", "qwen3.5-moe",
 )  # fmt: skip
 """Made of parts that the others have; `make test-all` tries them."""
+ODD_HEADS = (
+    "mistral-window", "gpt-oss", "glm4-moe", "minimax-m2", "smollm3", "glm4", "qwen3-next", "qwen3.5",
+    "qwen3.5-moe", "gemma4", "gemma4-moe", "deepseek-v3", "glm4-moe-lite",
+)  # fmt: skip
+MORE_ODD_HEADS = ("llama", "mixtral", "qwen2", "qwen3", "qwen3-moe", "gemma2", "gemma3")
+HEADS = [(15, 3), (3, 3), (10, 2)]
+"""Query and KV heads: groups of five and of one. Latent attention has as many of both."""
 OTHER_LAYOUTS = [name for name in LAYOUTS if name not in ("one rank", "5:2:1:0")]
 REFUSED = {("gemma4-readers", "layers of stages")}
 """Layers that read other layers' keys and values have to be with them (tests/unit/api/test_sharding.py)."""
@@ -104,7 +113,49 @@ def test_logits_equal_the_reference_for_every_layout(
     _check_prefill_and_decode(checkpoints[variant], LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("variant", CURRENT)
+@pytest.mark.parametrize(
+    "variant", [*ODD_HEADS, *(pytest.param(variant, marks=pytest.mark.extended) for variant in MORE_ODD_HEADS)]
+)
+@pytest.mark.parametrize(("heads", "kv_heads"), [pytest.param(*HEADS[0], marks=pytest.mark.extended), *HEADS[1:]])
+def test_logits_equal_the_reference_with_few_or_odd_heads(
+    tmp_path: Path, variant: str, heads: int, kv_heads: int
+) -> None:
+    """Dealt 2:1:0, or 1:1 where that comes out even."""
+    # Transformers wants a multiple of all these numbers of heads for Llama.
+    of_model: dict[str, Any] = {"hidden_size": 30, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    if variant.startswith(("qwen3-next", "qwen3.5")):
+        of_model |= {"linear_num_key_heads": kv_heads, "linear_num_value_heads": 2 * kv_heads}
+    if variant.startswith("gemma4"):
+        of_model |= {"num_global_key_value_heads": kv_heads}
+    if variant in ("deepseek-v3", "glm4-moe-lite"):
+        kv_heads = of_model["num_key_value_heads"] = heads
+    _check_prefill_and_decode(save_tiny(variant, tmp_path, **of_model), _dealt(kv_heads))
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    [
+        ("glm4-moe", {"n_shared_experts": 0}),
+        ("deepseek-v3", {"n_shared_experts": 0}),
+        ("deepseek-v3", {"n_shared_experts": 1, "first_k_dense_replace": 0}),
+        ("glm4-moe-lite", {"n_shared_experts": 0, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
+        ("glm4-unbiased", {}),
+        ("qwen3.5-moe-odd", {}),
+    ],
+)
+@pytest.mark.parametrize("kv_heads", [pytest.param(3, marks=pytest.mark.extended), 2])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_logits_equal_the_reference_in_other_configurations(
+    tmp_path: Path, variant: str, changes: dict[str, Any], kv_heads: int
+) -> None:
+    """Without shared experts, without dense layers, and second ones; dealt 2:1:0 or 1:1."""
+    of_model = {**changes, "num_attention_heads": kv_heads, "num_key_value_heads": kv_heads}
+    _check_prefill_and_decode(save_tiny(variant, tmp_path, **of_model), _dealt(kv_heads))
+
+
+@pytest.mark.parametrize(
+    "variant", [*CURRENT, *(pytest.param(variant, marks=pytest.mark.extended) for variant in MORE_CURRENT)]
+)
 @pytest.mark.parametrize("way", ["torch on host cores", "a GPU and host cores", "batch-invariant torch"])
 def test_logits_equal_the_reference_whatever_computes(
     checkpoints: dict[str, TinyCheckpoint], variant: str, way: str
@@ -196,3 +247,15 @@ def _check_prefill_and_decode(checkpoint: TinyCheckpoint, shares: Shares, **opti
         (sampled,) = outcome.sampled
         assert sampled.slot == 3
         assert expected[sampled.token] >= expected.max() - TOLERANCE
+
+
+def _dealt(kv_heads: int) -> Shares:
+    """1:1 or 2:1:0 of all units."""
+    if kv_heads % 2 == 0:
+        return Shares(((kv_heads // 2,) * 2,), mlp_columns=((25, 25),), vocab_rows=(100, 100), experts=((3, 3),))
+    return Shares(
+        ((kv_heads * 2 // 3, kv_heads // 3, 0),),
+        mlp_columns=((33, 17, 0),),
+        vocab_rows=(136, 64, 0),
+        experts=((4, 2, 0),),
+    )

@@ -42,7 +42,7 @@ VARIANTS = (
     "mixtral-window", "qwen3-moe-some-dense", "gemma2", "gemma3", "smollm3-window", "glm4-moe-grouped", "gpt-oss",
     "minimax-m2", "deepseek-v3", "gemma4-moe", "gemma4-readers", *STATEFUL,
 )  # fmt: skip
-MORE_VARIANTS = ("glm4", "glm4-moe-lite-direct", "qwen2-window", "qwen3")
+MORE_VARIANTS = ("glm4", "glm4-moe-lite-direct", "qwen2-window", "qwen3", "mistral", "llama")
 """Made of parts that the others have; `make test-all` tries them."""
 ALL = (*VARIANTS, *(pytest.param(variant, marks=pytest.mark.extended) for variant in MORE_VARIANTS))
 IN_STAGES = tuple("gemma4-inputs" if variant == "gemma4-readers" else variant for variant in ALL)

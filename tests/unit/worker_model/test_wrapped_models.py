@@ -54,10 +54,10 @@ def test_parts_that_are_not_served_are_named(checkpoint: TinyCheckpoint) -> None
     found: dict[str, list[int]] = {}
     with safe_open(checkpoint.directory / WEIGHTS, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - it is no dictionary
-            for part in ("vision_tower", "multi_modal_projector", "embed_vision"):
+            for part in ("vision_tower", "multi_modal_projector", "embed_vision", "visual"):
                 if part in name:
                     found.setdefault(part, []).append(file.get_tensor(name).nbytes)
-    assert len(found["vision_tower"]) > 5
+    assert max(map(len, found.values())) > 5
     notes = [
         f"{part} left out ({len(sizes)} tensors, {sum(sizes) / 1e6:.1f} MB)" for part, sizes in sorted(found.items())
     ]
