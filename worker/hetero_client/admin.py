@@ -203,6 +203,7 @@ class StatsView:
     finished_requests: int
     proposed_tokens: int
     accepted_tokens: int
+    proposals: int
 
 
 @dataclass(frozen=True, slots=True)
