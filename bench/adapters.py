@@ -1,13 +1,15 @@
 """What LoRA adapters cost: decode steps whose rows have adapters beside steps of the model alone, in turns.
 
     python -m bench.adapters [--rows 8 32] [--dtype float32 bfloat16] [--stored bfloat16] [--rounds 5] [--least 0.85]
+        [--least-none 0.97]
 
-A CPU rank's runner in this process, with all threads; plans come AHEAD together, as a gateway sends them. Eight
-adapters of rank 16 are dealt to the rows in turn. Of the demo model they change all seven projections of a layer. Of a
-small model of experts (random weights, 16 experts a layer, 4 a token) they change attention, or all experts, too. Rows
-of no adapter and rows with adapters are measured in turns, A B A B, behind the same rank before any was loaded. Printed
-are tokens/s, medians of rounds, and ratios to rows of none; the program fails where rows with adapters have less than
---least.
+CPU ranks' runners in this process, with all threads; plans come AHEAD together, as a gateway sends them. Eight adapters
+of rank 16 are dealt to the rows in turn. Of the demo model they change all seven projections of a layer. Of a small
+model of experts (random weights, 16 experts a layer, 4 a token) they change attention, or all experts, too. Three are
+measured in turns, A B C A B C: a rank that has no room for adapters, rows of no adapter in a rank that has loaded them,
+and rows with adapters. Printed are medians of the rounds as tokens/s, and ratios of each round's pair with 95 %
+intervals; the program fails where rows with adapters have less than --least of rows of none, or these less than
+--least-none of a rank without adapters. Writes bench/results/adapters-DATE.json.
 """
 
 from __future__ import annotations
@@ -18,18 +20,22 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import torch
 from safetensors.torch import save_file
 
+from bench.against import Ratio, ratio_of
 from bench.decoding import DecodingRank
-from bench.home import BenchHome
+from bench.home import RESULTS, BenchHome
+from bench.machine import describe
 from bench.report import aligned
-from bench.shapes import DEMO, directory_of
+from bench.shapes import DEMO, EXPERTS, SHAPES, directory_of
 from hetero_api.model_config import ModelConfig
 from hetero_api.model_directory import ADAPTER_CONFIG, ADAPTER_TENSORS
 from hetero_api.v1 import ranks_pb2
@@ -43,13 +49,9 @@ CONTEXT: Final = 16
 STEPS: Final = 32
 WARM_STEPS: Final = 8
 AHEAD: Final = 4
-MOE: Final[dict[str, Any]] = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu", "hidden_size": 512,
-    "intermediate_size": 2048, "moe_intermediate_size": 384, "num_hidden_layers": 8, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 64, "num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": True,
-    "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-    "attention_bias": False, "tie_word_embeddings": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-}  # fmt: skip
+WITHOUT: Final = "rank without adapters"
+NONE: Final = "rows of none"
+ADAPTED: Final = "rows with adapters"
 
 
 class RandomWeights(SyntheticWeights):
@@ -68,13 +70,17 @@ class Case:
 
     name: str
     directory: Path | None
-    """None: random weights of MOE's shape."""
+    """None: random weights of the small model of experts."""
     experts: bool = False
 
     @property
     def config(self) -> ModelConfig:
         """The model's."""
-        return ModelConfig.from_hf(MOE) if self.directory is None else ModelConfig.from_directory(self.directory)
+        return (
+            ModelConfig.from_hf(SHAPES[EXPERTS])
+            if self.directory is None
+            else ModelConfig.from_directory(self.directory)
+        )
 
 
 def save_adapters(config: ModelConfig, folder: Path, stored: torch.dtype, *, experts: bool) -> list[Path]:
@@ -96,9 +102,10 @@ def save_adapters(config: ModelConfig, folder: Path, stored: torch.dtype, *, exp
     return made
 
 
-def rank_of(case: Case, dtype: str, most_rows: int) -> DecodingRank:
-    """Load the model, with room for the adapters."""
+def rank_of(case: Case, dtype: str, most_rows: int, *, adapts: bool) -> DecodingRank:
+    """Load the model, with room for the adapters or without."""
     made = case.directory is None
+    room = {"max_adapters": ADAPTERS, "max_adapter_rank": RANK, "adapts_experts": case.experts} if adapts else {}
     return DecodingRank(
         case.directory or Path("random weights"),
         case.config,
@@ -106,10 +113,8 @@ def rank_of(case: Case, dtype: str, most_rows: int) -> DecodingRank:
         most_rows=most_rows,
         context=CONTEXT,
         steps=WARM_STEPS + STEPS,
-        max_adapters=ADAPTERS,
-        max_adapter_rank=RANK,
-        adapts_experts=case.experts,
         open_weights=(lambda _: RandomWeights(floats="bfloat16")) if made else Checkpoint,
+        **room,
     )
 
 
@@ -129,23 +134,47 @@ def tokens_per_s(rank: DecodingRank, rows: int, *, adapted: bool) -> float:
     return rows / statistics.median(taken[WARM_STEPS // AHEAD :])
 
 
+Speeds = Mapping[str, Sequence[float]]
+"""Tokens/s of each round: WITHOUT, NONE and ADAPTED."""
+
+
 def measure(
     case: Case, dtype: str, most_rows: list[int], rounds: int, stored: torch.dtype
-) -> Iterator[tuple[int, list[float]]]:
-    """Yield, for each number of rows, medians of tokens/s: before adapters were loaded, of rows of none, and with."""
-    rank = rank_of(case, dtype, max(most_rows))
-    before = {}
-    for rows in most_rows:
-        tokens_per_s(rank, rows, adapted=False)  # prepares and records
-        before[rows] = statistics.median(tokens_per_s(rank, rows, adapted=False) for _ in range(rounds))
+) -> Iterator[tuple[int, Speeds]]:
+    """Yield the speeds of each number of rows."""
+    without, rank = (rank_of(case, dtype, max(most_rows), adapts=adapts) for adapts in (False, True))
     with tempfile.TemporaryDirectory() as folder:
         saved = save_adapters(case.config, Path(folder), stored, experts=case.experts)
         for number, directory in enumerate(saved, 1):
             load(rank, directory, number)
+    turns: dict[str, Callable[[int], float]] = {
+        WITHOUT: partial(tokens_per_s, without, adapted=False),
+        NONE: partial(tokens_per_s, rank, adapted=False),
+        ADAPTED: partial(tokens_per_s, rank, adapted=True),
+    }
     for rows in most_rows:
-        tokens_per_s(rank, rows, adapted=True)
-        turns = [[tokens_per_s(rank, rows, adapted=adapted) for adapted in (False, True)] for _ in range(rounds)]
-        yield rows, [before[rows], *map(statistics.median, zip(*turns, strict=True))]
+        for run in turns.values():
+            run(rows)  # prepares and records
+        speeds: dict[str, list[float]] = {name: [] for name in turns}
+        for _ in range(rounds):
+            for name, run in turns.items():
+                speeds[name].append(run(rows))
+        yield rows, speeds
+
+
+def ratios(about: str, speeds: Speeds) -> tuple[Ratio, Ratio]:
+    """Return the ratios of rows of none to a rank without adapters, and of rows with adapters to rows of none."""
+    compared = ((NONE, WITHOUT), (ADAPTED, NONE))
+    none, adapted = (
+        ratio_of(about, f"{this} / {other}", list(zip(speeds[other], speeds[this], strict=True)))
+        for this, other in compared
+    )
+    return none, adapted
+
+
+def told(ratio: Ratio) -> str:
+    """Return a ratio with its interval."""
+    return f"{ratio.ratio:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
 
 
 def main() -> int:
@@ -155,26 +184,31 @@ def main() -> int:
     parser.add_argument("--stored", choices=("float32", "bfloat16"), default="bfloat16", help="type in adapters' files")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--least", type=float, default=0.85, help="ratio of rows with adapters to rows of none")
+    parser.add_argument("--least-none", type=float, default=0.97, help="ratio of rows of none to a rank without")
     arguments = parser.parse_args()
     demo = directory_of(DEMO, BenchHome.from_environment())
     cases = Case(DEMO, demo), Case("experts", None), Case("experts, which adapters change", None, experts=True)
-    print(f"{len(os.sched_getaffinity(0))} threads", flush=True)
-    table = [["model", "dtype", "rows", "before loading, tokens/s", "rows of none", "rows with adapters"]]
-    slow = []
+    said = describe()
+    print(f"{said['machine']['cpu']}, {len(os.sched_getaffinity(0))} threads", flush=True)
+    table = [["model", "dtype", "rows", *(f"{name}, tok/s" for name in (WITHOUT, NONE, ADAPTED)), "none", "adapters"]]
+    slow, figures = [], []
     for case in cases:
         for dtype in arguments.dtype:
-            for rows, speeds in measure(
-                case, dtype, arguments.rows, arguments.rounds, getattr(torch, arguments.stored)
-            ):
-                _, none, adapted = speeds
-                line = [f"{speed:.1f} ({speed / none:.3f})" for speed in speeds]
-                table.append([case.name, dtype, str(rows), *line])
+            stored = getattr(torch, arguments.stored)
+            for rows, speeds in measure(case, dtype, arguments.rows, arguments.rounds, stored):
+                about = f"{case.name} ({dtype}, {rows} rows)"
+                none, adapted = ratios(about, speeds)
+                medians = [f"{statistics.median(speeds[name]):.1f}" for name in (WITHOUT, NONE, ADAPTED)]
+                table.append([case.name, dtype, str(rows), *medians, told(none), told(adapted)])
                 print(*table[-1], sep="  ", file=sys.stderr, flush=True)
-                if adapted < arguments.least * none:
-                    slow.append(f"{case.name} ({dtype}, {rows} rows)")
+                figures.append({"about": about, "tokens_per_s": speeds, "ratios": [asdict(none), asdict(adapted)]})
+                for ratio, least in ((none, arguments.least_none), (adapted, arguments.least)):
+                    if ratio.ratio < least:
+                        slow.append(f"{about}: {ratio.quantity} is {ratio.ratio:.3f}, less than {least:g}")
     print(aligned(table))
-    if slow:
-        print(f"less than {arguments.least:g} of rows of none: {'; '.join(slow)}")
+    path = RESULTS / f"adapters-{time.strftime('%Y-%m-%d-%H%M%S')}.json"
+    path.write_text(json.dumps(said | {"figures": figures, "missed": slow}, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote bench/results/{path.name}", *slow, sep="\n")
     return 1 if slow else 0
 
 

@@ -68,10 +68,11 @@ class Ratio:
 
 def ratios_of(pairs: Pairs) -> list[Ratio]:
     """Return a ratio for each entrant and quantity."""
-    return [_ratio(*key, values) for key, values in sorted(pairs.items())]
+    return [ratio_of(*key, values) for key, values in sorted(pairs.items())]
 
 
-def _ratio(entrant: str, quantity: str, values: Sequence[tuple[float, float]]) -> Ratio:
+def ratio_of(entrant: str, quantity: str, values: Sequence[tuple[float, float]]) -> Ratio:
+    """Return the ratio of pairs (other, this), with Student's interval of their logarithms."""
     logs = [math.log(this / other) for other, this in values]
     middle, half = statistics.fmean(logs), math.inf
     if len(logs) > 1:

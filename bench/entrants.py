@@ -118,6 +118,8 @@ class Peer(Entrant):
     dtype: str = ""
     preload: tuple[str, ...] = ()
     """Libraries in the environment that are loaded first."""
+    lookup_tokens: int = 0
+    """Most tokens that it proposes by its prompt lookup."""
 
     def open(self, setting: Setting) -> Contender:
         if why := missing(setting.home, self.environment):
@@ -134,6 +136,7 @@ class Peer(Entrant):
             max_seqs=MAX_SEQS,
             max_context=MAX_CONTEXT,
             cache_bytes=setting.cache_bytes(2),
+            lookup_tokens=self.lookup_tokens,
             log=setting.home.log(f"peer-{self.name.replace(' ', '-')}"),
             variables=self._variables(setting.home),
         )

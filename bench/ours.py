@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ import yaml
 
 from bench.contenders import HEAD_TOKENS, HEADS, SHORT_PROMPT, Measured
 from bench.processes import peak_rss_bytes
-from bench.workloads import Workload
+from bench.workloads import SEED, Workload
 from hetero_client import AdminClient, HeteroClient, SamplingParams
 from hetero_client.admin import GroupTopology
 from hetero_client.home import HeteroHome
@@ -117,7 +118,7 @@ class HeteroContender:
         salt = f"run-{time.monotonic_ns()}"
         began_s = time.perf_counter()
         with ThreadPoolExecutor(len(workload.prompts)) as pool:
-            runs = list(pool.map(lambda prompt: self._one(prompt, workload.max_new, salt), workload.prompts))
+            runs = list(pool.map(lambda prompt: self._one(prompt, workload, salt), workload.prompts))
         elapsed_s = time.perf_counter() - began_s
         completions = [completion for _, completion in runs]
         return Measured(
@@ -174,9 +175,10 @@ class HeteroContender:
         logs = sorted(RunDirectory.for_group(self._home, "bench").path.glob("cpu-0*.log"))
         return logs[0].read_text(encoding="utf-8") if logs else ""
 
-    def _one(self, prompt: Sequence[int], max_new: int, salt: str) -> tuple[float, tuple[int, ...]]:
+    def _one(self, prompt: Sequence[int], workload: Workload, salt: str) -> tuple[float, tuple[int, ...]]:
         assert self._client is not None
-        completion = self._client.generate_text(prompt, sampling=_exactly(max_new), cache_salt=salt)
+        sampling = replace(_exactly(workload.max_new), temperature=workload.temperature, seed=SEED)
+        completion = self._client.generate_text(prompt, sampling=sampling, cache_salt=salt)
         return completion.timings.first_token_s, tuple(completion.token_ids)
 
     def _negative_log_likelihood(self, window: Sequence[int], sampling: SamplingParams) -> float:

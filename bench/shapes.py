@@ -23,6 +23,8 @@ from hetero_client.home import HeteroHome
 from hetero_client.model_store.demo_model import demo_directory
 
 DEMO: Final = "smollm2-135m"
+EXPERTS: Final = "experts-0.1b"
+"""A small model of experts: a token chooses 4 of 16 in each layer."""
 SEED: Final = 7
 SCALE: Final = 0.02
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
@@ -53,6 +55,26 @@ _QWEN3: Final[Mapping[str, Any]] = {
 SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
     "qwen3-0.6b": {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072},
     "qwen3-1.7b": {**_QWEN3, "hidden_size": 2048, "intermediate_size": 6144},
+    EXPERTS: {
+        **_QWEN3,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "moe_intermediate_size": 384,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "head_dim": 64,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 49152,
+        # With one matrix for both, random weights say the last token again and again.
+        "tie_word_embeddings": False,
+    },
 }
 MODELS: Final = (DEMO, *SHAPES)
 
@@ -101,8 +123,9 @@ def make(config: Mapping[str, Any], directory: Path, *, tokenizer: Path) -> None
 
 
 def tensors(config: Mapping[str, Any]) -> Iterator[Tensor]:
-    """All of a Qwen3 model with tied embeddings, by Hugging Face's names."""
-    hidden, columns, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    """All of a Qwen3 model, dense or of experts, by Hugging Face's names."""
+    hidden, head, experts = config["hidden_size"], config["head_dim"], config.get("num_experts", 0)
+    columns = config["moe_intermediate_size" if experts else "intermediate_size"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     yield Tensor("model.embed_tokens.weight", (config["vocab_size"], hidden))
     for layer in range(config["num_hidden_layers"]):
@@ -115,10 +138,15 @@ def tensors(config: Mapping[str, Any]) -> Iterator[Tensor]:
         yield Tensor(f"{at}.self_attn.k_norm.weight", (head,))
         yield Tensor(f"{at}.self_attn.o_proj.weight", (hidden, queries))
         yield Tensor(f"{at}.post_attention_layernorm.weight", (hidden,))
-        yield Tensor(f"{at}.mlp.gate_proj.weight", (columns, hidden))
-        yield Tensor(f"{at}.mlp.up_proj.weight", (columns, hidden))
-        yield Tensor(f"{at}.mlp.down_proj.weight", (hidden, columns))
+        if experts:
+            yield Tensor(f"{at}.mlp.gate.weight", (experts, hidden))
+        for mlp in [f"{at}.mlp.experts.{number}" for number in range(experts)] or [f"{at}.mlp"]:
+            yield Tensor(f"{mlp}.gate_proj.weight", (columns, hidden))
+            yield Tensor(f"{mlp}.up_proj.weight", (columns, hidden))
+            yield Tensor(f"{mlp}.down_proj.weight", (hidden, columns))
     yield Tensor("model.norm.weight", (hidden,))
+    if not config["tie_word_embeddings"]:
+        yield Tensor("lm_head.weight", (config["vocab_size"], hidden))
 
 
 def main() -> None:

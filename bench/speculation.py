@@ -1,23 +1,27 @@
 """What proposed tokens give: tokens/s of one group without them, with NGram, Auto, and Auto by a draft model, in turns.
 
-    python -m bench.speculation [--rounds 5] [--model NAME] [--width 16 8] [--only WORKLOAD ...] [--without-oracle]
+    python -m bench.speculation [--rounds 5] [--model NAME ...] [--width 16 8] [--only WORKLOAD ...] [--without-oracle]
 
     quote N    a passage of bench/texts, and its first words again: 128 tokens go on quoting it
     edit N     a function of bench/texts/edits.toml, and the beginning of the same with a name changed
-    random     a prompt of random tokens: nothing that was there before tells what comes
+    random     a prompt of random tokens, and draws at temperature 1: nothing that was there tells what comes
     prose      running prose, as bench.run's decode1
     batch32    bench.run's: Auto has to leave it alone
 
-Medians of the rounds, as tokens/s and as a multiple of those without; and how many proposed tokens were accepted. All
-draw greedily, and it fails where first tokens differ from those without. The draft model is the first layers of the
-model, which are seldom right, as no smaller model of its tokenizer is there: Auto has to leave it alone. What a good
-one is worth is measured with an oracle (bench/oracle.py). Writes bench/results/speculation-DATE.json, and its exit
-status is 1 if a figure is below its target.
+Beside them llama.cpp with the same prompts, one by one and but random's: plain, and with prompt lookup decoding.
+Without its environment (python -m bench.peers.install --only llama.cpp) it is left out, and that is said. Models are
+the demo's, and a small one of experts with random weights, where a row more reads more experts: it has the last three
+workloads alone, ours alone, and Auto has to leave each of them alone, or be faster.
+
+Medians of the rounds as tokens/s, and ratios of each round's pair with 95 % intervals; and how many proposed tokens
+were accepted. Other draws are greedy, and it fails where first tokens of ours differ from those without. The draft
+model is the first layers of the model, which are seldom right, as no smaller model of its tokenizer is there: Auto has
+to leave it alone. What a good one is worth is measured with an oracle (bench/oracle.py). Writes
+bench/results/speculation-DATE.json, and its exit status is 1 if a figure is below its target.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -25,33 +29,45 @@ import sys
 import tempfile
 import time
 import tomllib
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from bench.contenders import Measured
+from bench.against import Pairs, Ratio, ratios_of
+from bench.contenders import Contender, Measured
+from bench.entrants import PEERS, Setting
 from bench.home import RESULTS, ROOT, BenchHome
 from bench.machine import describe
 from bench.oracle import measure_oracle
 from bench.ours import HeteroContender
+from bench.peers.environments import PeerError
 from bench.report import aligned
-from bench.shapes import DEMO, directory_of
-from bench.turns import Quiet, Runs, print_run, take_turns
+from bench.shapes import DEMO, EXPERTS, MODELS, directory_of
+from bench.turns import BROKEN, Quiet, Runs, print_run, take_turns
 from bench.workloads import SEED, Workload, make_workloads
 from hetero_api.model_config import ModelConfig
 from tests.support.draft_models import without_layers
 
 KINDS: Final = ("None", "NGram", "Auto", "Auto, draft")
+PEER: Final = {16: "llama.cpp F16", 8: "llama.cpp Q8_0", 4: "llama.cpp Q4_0"}
+LOOKUP: Final = ", lookup "
+LOOKUP_TOKENS: Final = (10, 2)
+"""Most tokens that the peer's lookup proposes: its default, and what it recommends for CPUs."""
 DRAFT_LAYERS: Final = 6
 LEAST_OF_QUOTES: Final = 1.8
 """Times without, by NGram, of the best quoting or editing workload's median; in 16 and 8 bits."""
 LEAST_OF_AUTO: Final = 0.97
 """Times without, on workloads in which nothing repeats."""
 PLAIN: Final = ("random", "batch32")
+OF_EXPERTS: Final = ("random", "prose", "batch32")
+"""Workloads of models of experts; all of them are plain."""
 WIDTHS: Final = {16: ("bfloat16", "none"), 8: ("float32", "int8"), 4: ("float32", "int4")}
 NEW_TOKENS: Final = 128
 PASSAGES: Final = 3
@@ -67,7 +83,7 @@ def workloads(model: Path) -> dict[str, Workload]:
     made += [Workload(f"edit {n}", (prompt,), NEW_TOKENS) for n, prompt in enumerate(_edits(tokenizer), 1)]
     source, usual = random.Random(SEED), make_workloads(model)
     nonsense = tuple(source.randrange(1000, tokenizer.get_vocab_size()) for _ in range(64))
-    made.append(Workload("random", (nonsense,), NEW_TOKENS))
+    made.append(Workload("random", (nonsense,), NEW_TOKENS, temperature=1.0))
     made.append(Workload("prose", usual["decode1"].prompts, NEW_TOKENS))
     made.append(usual["batch32"])
     return {workload.name: workload for workload in made}
@@ -114,65 +130,162 @@ def contenders(model: Path, draft: Path, width: int) -> list[HeteroContender]:
     ]
 
 
+def peers(name: str, model: Path, width: int, home: BenchHome) -> list[Contender]:
+    """Return llama.cpp, plain and with prompt lookup. Raises PeerError where it cannot be had."""
+    setting = Setting(home, name, model, ModelConfig.from_directory(model), threads=2)
+    plain = next(entrant for entrant in PEERS if entrant.name == PEER[width])
+    lookups = [replace(plain, name=f"{plain.name}{LOOKUP}{most}", lookup_tokens=most) for most in LOOKUP_TOKENS]
+    return [entrant.open(setting) for entrant in (plain, *lookups)]
+
+
 def rate(_: Workload, measured: Measured) -> float:
     """Output tokens/s."""
     return measured.output_tokens / measured.elapsed_s
 
 
-def measure(width: int, model: Path, draft: Path, chosen: Sequence[str], *, rounds: int) -> dict[str, dict[str, float]]:
-    """Print a table of one width; return tokens/s by workload and kind."""
-    loads = {name: load for name, load in workloads(model).items() if not chosen or name in chosen}
-    groups = contenders(model, draft, width)
-    try:
-        for group in groups:
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Tokens/s of one contender and workload: median, smallest and largest over rounds."""
+
+    workload: str
+    contender: str
+    tokens_per_s: float
+    low: float
+    high: float
+    disturbed: int
+    """Rounds in which other processes took part of the machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was measured of one model and width."""
+
+    figures: list[Figure]
+    ratios: list[Ratio]
+    """`entrant` is two contenders, `quantity` a workload."""
+    speculation: dict[str, str]
+    """What became of the proposals of each of ours."""
+    left_out: dict[str, str]
+    """Why peers took no part."""
+
+    def ratio(self, workload: str, kind: str) -> float | None:
+        """Tokens/s of one of ours over those without proposals; None if it was not measured."""
+        wanted = (f"{kind} / None", workload)
+        return next((each.ratio for each in self.ratios if (each.entrant, each.quantity) == wanted), None)
+
+
+def measure(
+    loads: Mapping[str, Workload], ours: Sequence[HeteroContender], others: Sequence[Contender], options: Namespace
+) -> Found:
+    """Start all, and run the workloads by turns; `others` have those of one prompt without draws."""
+    shared = {name: load for name, load in loads.items() if len(load.prompts) == 1 and not load.temperature}
+    own = {name: load for name, load in loads.items() if name not in shared}
+    quiet, tell = Quiet(attempts=0 if options.noisy else 3), print_run(rate)
+    left_out: dict[str, str] = {}
+    with ExitStack() as stack:
+        for group in ours:
+            stack.callback(group.stop)
             group.start()
-        runs, broken = take_turns(groups, loads, rounds=rounds, quiet=Quiet(), tell=print_run(rate))
-        if broken:
-            raise RuntimeError(f"{broken}")
-        found = _medians(loads, runs)
-        _print(width, found)
-        for group in groups:
-            print(f"{group.name}: {group.topology().speculation or 'nothing is proposed'}")
-        return found
-    finally:
-        for group in groups:
-            group.stop()
+        started = []
+        for other in others:
+            stack.callback(other.stop)
+            try:
+                other.start()
+                other.hold()
+            except BROKEN as error:
+                left_out[other.name] = f"{error}"
+                continue
+            started.append(other)
+        runs: Runs = {}
+        for named, taking in ((shared, [*ours, *started]), (own, ours)):
+            if not named:
+                continue
+            made, broken = take_turns(taking, named, rounds=options.rounds, quiet=quiet, tell=tell)
+            if broken.keys() & set(KINDS):
+                raise RuntimeError(f"{broken}")
+            left_out |= broken
+            for contender, by_workload in made.items():
+                if contender not in broken:
+                    runs.setdefault(contender, {}).update(by_workload)
+        _refuse_other_tokens(runs)
+        said = {group.name: group.topology().speculation or "nothing is proposed" for group in ours}
+    return Found(_figures(loads, runs), ratios_of(_pairs(loads, runs)), said, left_out)
 
 
-def _medians(loads: dict[str, Workload], runs: Runs) -> dict[str, dict[str, float]]:
-    for name in loads:
+def _refuse_other_tokens(runs: Runs) -> None:
+    for name in runs[KINDS[0]]:
         heads = {run.measured.heads for kind in KINDS for run in runs[kind][name]}
         if len(heads) > 1:
             raise RuntimeError(f"{name}: tokens differ: {heads}")
+
+
+def _figures(loads: Mapping[str, Workload], runs: Runs) -> list[Figure]:
+    found = []
+    for contender, by_workload in runs.items():
+        for name, each in by_workload.items():
+            rates = [rate(loads[name], run.measured) for run in each]
+            disturbed = sum(run.disturbed for run in each)
+            found.append(Figure(name, contender, statistics.median(rates), min(rates), max(rates), disturbed))
+    return found
+
+
+def _pairs(loads: Mapping[str, Workload], runs: Runs) -> Pairs:
+    """Return each round's pairs: ours over ours without proposals, the peer alike, and NGram over the peer's lookup."""
+    lookups = [name for name in runs if LOOKUP in name]
+    compared = [(kind, KINDS[0]) for kind in KINDS[1:]]
+    compared += [(lookup, lookup.partition(LOOKUP)[0]) for lookup in lookups]
+    compared += [("NGram", lookup) for lookup in lookups]
     return {
-        name: {kind: statistics.median(rate(load, run.measured) for run in runs[kind][name]) for kind in KINDS}
+        (f"{this} / {other}", name): [
+            (rate(load, before.measured), rate(load, run.measured))
+            for before, run in zip(runs[other][name], runs[this][name], strict=True)
+        ]
+        for this, other in compared
         for name, load in loads.items()
+        if name in runs[this] and name in runs.get(other, {})
     }
 
 
-def _print(width: int, found: dict[str, dict[str, float]]) -> None:
-    rows = []
-    for name, medians in found.items():
-        times = [medians[kind] / medians["None"] for kind in KINDS[1:]]
-        rows.append([name, *(f"{medians[kind]:.1f}" for kind in KINDS), *(f"{each:.2f}x" for each in times)])
-    print(f"\n{width}-bit weights, tokens/s")
-    print(aligned([["", *KINDS, *(f"{kind}/None" for kind in KINDS[1:])], *rows]))
+def _print(title: str, found: Found) -> None:
+    names = list(dict.fromkeys(figure.contender for figure in found.figures))
+    loads = list(dict.fromkeys(figure.workload for figure in found.figures))
+    cells = {(figure.workload, figure.contender): _cell(figure) for figure in found.figures}
+    print(f"\n{title}, tokens/s")
+    print(aligned([["", *names], *([load, *(cells.get((load, name), "") for name in names)] for load in loads)]))
+    entrants = list(dict.fromkeys(each.entrant for each in found.ratios))
+    intervals = {
+        (each.quantity, each.entrant): f"{each.ratio:.2f} ({each.low:.2f} to {each.high:.2f})" for each in found.ratios
+    }
+    rows = [[load, *(intervals.get((load, each), "") for each in entrants)] for load in loads]
+    print(f"\n{title}, ratios")
+    print(aligned([["", *entrants], *rows]))
+    print(*(f"{name}: {said}" for name, said in found.speculation.items()), sep="\n")
+    print(*(f"left out: {name}: {why}" for name, why in found.left_out.items()), sep="\n")
 
 
-def missed(width: int, found: dict[str, dict[str, float]]) -> list[str]:
-    """Return the figures that are below their targets."""
+def _cell(figure: Figure) -> str:
+    return f"{figure.tokens_per_s:.1f}{'~' if figure.disturbed else ''}"
+
+
+def missed(title: str, width: int, plain: Sequence[str], found: Found) -> list[str]:
+    """Return the figures that are below their targets; Auto has to leave `plain` workloads alone."""
     problems = []
-    quoting = {name: each["NGram"] / each["None"] for name, each in found.items() if name.startswith(("quote", "edit"))}
-    if quoting and width in (16, 8) and statistics.median(quoting.values()) < LEAST_OF_QUOTES:
-        problems.append(f"{width} bits: NGram is {statistics.median(quoting.values()):.2f}x off on quotes and edits")
-    for name in PLAIN:
+    quoting = [
+        each.ratio
+        for each in found.ratios
+        if each.entrant == "NGram / None" and each.quantity.startswith(("quote", "edit"))
+    ]
+    if quoting and width in (16, 8) and statistics.median(quoting) < LEAST_OF_QUOTES:
+        problems.append(f"{title}: NGram is {statistics.median(quoting):.2f}x off on quotes and edits")
+    for name in plain:
         for kind in ("Auto", "Auto, draft"):
-            if name in found and (times := found[name][kind] / found[name]["None"]) < LEAST_OF_AUTO:
-                problems.append(f"{width} bits, {name}: {kind} is {times:.2f}x off")
+            times = found.ratio(name, kind)
+            if times is not None and times < LEAST_OF_AUTO:
+                problems.append(f"{title}, {name}: {kind} is {times:.2f}x off")
     return problems
 
 
-def measure_oracles(width: int, model: Path, draft: Path) -> dict[str, list[Mapping[str, float]]]:
+def measure_oracles(title: str, width: int, model: Path, draft: Path) -> dict[str, list[Mapping[str, float]]]:
     """Print a table of proposals that are right at given rates, and return its figures by source."""
     dtype, quantization = WIDTHS[width]
     found = {}
@@ -183,33 +296,53 @@ def measure_oracles(width: int, model: Path, draft: Path) -> dict[str, list[Mapp
                 measure_oracle, model, directory, dtype=dtype, quantization=quantization, threads=2
             ).result()
     rows = [[source, *(f"{each[name]:.2f}" for name in found[source][0])] for source in found for each in found[source]]
-    print(f"\n{width}-bit weights, an oracle's proposals")
+    print(f"\n{title}, an oracle's proposals")
     print(aligned([["", *found["free"][0]], *rows]))
     return found
 
 
+def measure_model(name: str, width: int, home: BenchHome, options: Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Print tables of a model in one width; return the figures, and those below their targets."""
+    model, title, figures = directory_of(name, home), f"{name}, {width}-bit weights", dict[str, Any]()
+    config = ModelConfig.from_directory(model)
+    dense = config.experts is None
+    loads = {load: each for load, each in workloads(model).items() if dense or load in OF_EXPERTS}
+    loads = {load: each for load, each in loads.items() if not options.only or load in options.only}
+    with tempfile.TemporaryDirectory() as folder:
+        draft = without_layers(model, Path(folder) / "draft", number=config.num_layers - DRAFT_LAYERS)
+        if dense and not options.without_oracle:
+            figures["oracle"] = measure_oracles(title, width, model, draft)
+        if options.oracle_alone:
+            return figures, []
+        others: Sequence[Contender] = ()
+        if dense:
+            try:
+                others = peers(name, model, width, home)
+            except PeerError as error:
+                print(f"left out: {error}")
+                figures["left_out"] = {PEER[width]: f"{error}"}
+        found = measure(loads, contenders(model, draft, width), others, options)
+    _print(title, found)
+    return asdict(found) | figures, missed(title, width, PLAIN if dense else OF_EXPERTS, found)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--model", default=DEMO)
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=[DEMO, EXPERTS])
     parser.add_argument("--width", type=int, nargs="+", default=[16, 8], choices=list(WIDTHS))
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--without-oracle", action="store_true")
     parser.add_argument("--oracle-alone", action="store_true")
-    arguments = parser.parse_args()
-    model, said = directory_of(arguments.model, BenchHome.from_environment()), describe()
+    parser.add_argument("--noisy", action="store_true", help="do not wait for a quiet machine")
+    options = parser.parse_args()
+    home, said = BenchHome.from_environment(), describe()
     print(json.dumps(said))
     problems: list[str] = []
-    with tempfile.TemporaryDirectory() as folder:
-        layers = ModelConfig.from_directory(model).num_layers
-        draft = without_layers(model, Path(folder) / "draft", number=layers - DRAFT_LAYERS)
-        for width in arguments.width:
-            figures = said.setdefault(f"{width} bits", {})
-            if not arguments.without_oracle:
-                figures["oracle"] = measure_oracles(width, model, draft)
-            if not arguments.oracle_alone:
-                figures["tokens_per_s"] = measure(width, model, draft, arguments.only, rounds=arguments.rounds)
-                problems += missed(width, figures["tokens_per_s"])
+    for name in options.model:
+        for width in options.width:
+            said[f"{name}, {width} bits"], below = measure_model(name, width, home, options)
+            problems += below
     said["missed"] = problems
     path = RESULTS / f"speculation-{time.strftime('%Y-%m-%d-%H%M%S')}.json"
     path.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")

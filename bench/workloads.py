@@ -24,6 +24,8 @@ class Workload:
     name: str
     prompts: tuple[tuple[int, ...], ...]
     max_new: int
+    temperature: float = 0.0
+    """Above 0 tokens are drawn, with a fixed seed; by ours alone."""
 
     @property
     def prompt_tokens(self) -> int:

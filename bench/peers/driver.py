@@ -3,6 +3,7 @@
 Runs on the interpreter of the peer's own environment, so this module takes nothing but the standard library.
 
     python -m bench.peers.NAME --model PATH --dtype NAME --threads N [--max-seqs N] [--max-context N] [--cache-bytes N]
+        [--lookup-tokens N]
 
 First line, when loaded: `{"load_s": …, "facts": {"arithmetic": …, versions}}`. Then, a request a line:
 
@@ -43,6 +44,8 @@ class Options:
     max_seqs: int
     max_context: int
     cache_bytes: int
+    lookup_tokens: int
+    """Most tokens to propose by the peer's own prompt lookup; 0: none are."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ def serve(peer_class: type[Peer]) -> None:
     parser.add_argument("--max-seqs", type=int, default=32)
     parser.add_argument("--max-context", type=int, default=16_384)
     parser.add_argument("--cache-bytes", type=int, default=1 << 30)
+    parser.add_argument("--lookup-tokens", type=int, default=0)
     options = Options(**vars(parser.parse_args()))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

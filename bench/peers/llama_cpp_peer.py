@@ -2,6 +2,10 @@
 
 Continuous batching as llama.cpp's own server does it: prompts in batches of at most 2,048 tokens, then one token of
 every sequence a call. The likeliest token is found with numpy. `dtype` is the GGUF's type and only told.
+
+With `--lookup-tokens` a single prompt is continued by prompt lookup decoding: llama-cpp-python's
+`LlamaPromptLookupDecoding` proposes, and one call computes all that it proposed. It knows one sequence only, so several
+prompts are served without.
 """
 
 from __future__ import annotations
@@ -57,6 +61,10 @@ class LlamaCppPeer:
             raise RuntimeError(f"llama.cpp has no context of {options.max_context} tokens for {options.model}")
         self._vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
         self._batch = llama.llama_batch_init(BATCH_TOKENS, 0, 1)
+        self._lookup: Any = None
+        if options.lookup_tokens:
+            speculative: Any = import_module("llama_cpp.llama_speculative")
+            self._lookup = speculative.LlamaPromptLookupDecoding(num_pred_tokens=options.lookup_tokens)
 
     def facts(self) -> dict[str, str]:
         system = self._llama.llama_print_system_info().decode()
@@ -75,6 +83,9 @@ class LlamaCppPeer:
             last |= self._likeliest(entries[start : start + BATCH_TOKENS])
         first_token_s = time.perf_counter() - began_s
         output = [[last[sequence]] for sequence in range(len(prompts))]
+        if self._lookup is not None and len(prompts) == 1:
+            self._continue_by_lookup(prompts[0], output[0], max_new)
+            return Generated(output, first_token_s)
         for step in range(max_new - 1):
             last = self._likeliest(
                 [
@@ -85,6 +96,23 @@ class LlamaCppPeer:
             for sequence, tokens in enumerate(output):
                 tokens.append(last[sequence])
         return Generated(output, first_token_s)
+
+    def _continue_by_lookup(self, prompt: list[int], output: list[int], max_new: int) -> None:
+        """Append tokens until there are `max_new`: the likeliest ones, as without proposals."""
+        numpy, llama = self._numpy, self._llama
+        memory = llama.llama_get_memory(self._context)
+        while len(output) < max_new:
+            known = numpy.array([*prompt, *output], dtype=numpy.intc)
+            proposed = [int(token) for token in self._lookup(known)][: max_new - len(output) - 1]
+            entries = [
+                Entry(token, position, 0, wants_logits=True)
+                for position, token in enumerate([output[-1], *proposed], len(known) - 1)
+            ]
+            drawn = [int(logits.argmax()) for _, logits in self._decode(entries)]
+            right = next((i for i, token in enumerate(proposed) if token != drawn[i]), len(proposed))
+            output += drawn[: right + 1]
+            if right < len(proposed):
+                llama.llama_memory_seq_rm(memory, 0, len(prompt) + len(output) - 1, -1)
 
     def score(self, windows: list[list[int]]) -> list[float]:
         """Sum of -ln p of each window; a window may have 2,048 tokens."""

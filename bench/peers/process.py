@@ -34,6 +34,7 @@ class PeerProgram:
     max_seqs: int = 32
     max_context: int = 16_384
     cache_bytes: int = 1 << 30
+    lookup_tokens: int = 0
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -42,6 +43,7 @@ class PeerProgram:
             str(self.python), "-m", self.module, "--model", str(self.model), "--dtype", self.dtype,
             "--threads", str(self.threads), "--max-seqs", str(self.max_seqs),
             "--max-context", str(self.max_context), "--cache-bytes", str(self.cache_bytes),
+            "--lookup-tokens", str(self.lookup_tokens),
         ]  # fmt: skip
 
     @property

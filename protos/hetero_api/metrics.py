@@ -128,6 +128,7 @@ class GatewayMetric(Enum):
     PREFIX_QUERIES = _counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", VLLM)
     PREFIX_HITS = _counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", VLLM)
     PREEMPTIONS = _counter("vllm:num_preemptions", "Requests preempted for want of KV blocks.", VLLM)
+    DRAFTS = _counter("vllm:spec_decode_num_drafts", "Proposals: one of a request in one step.", VLLM)
     DRAFT_TOKENS = _counter("vllm:spec_decode_num_draft_tokens", "Tokens that were proposed to ranks.", VLLM)
     ACCEPTED_TOKENS = _counter(
         "vllm:spec_decode_num_accepted_tokens", "Proposed tokens that were drawn in their place.", VLLM
@@ -168,6 +169,10 @@ class GatewayMetric(Enum):
     FREE_BLOCKS = _gauge("hetero_free_blocks", "KV blocks that no request refers to.")
     CACHED_BLOCKS = _gauge("hetero_cached_blocks", "Free KV blocks whose content can be found by a prefix lookup.")
     STEPS = _counter("hetero_steps", "Steps done.")
+    SPECULATION_GAIN = _gauge(
+        "hetero_speculation_gain",
+        "Tokens per second of late steps with proposals, times those of steps without; 0 before it was measured.",
+    )
     STEP_TIME = _histogram("hetero_step_seconds", "A step, from the plan's sending to its result.", _STEP_S)
     READY = _gauge("hetero_ready", "1 while requests are served.")
     EPOCH = _gauge("hetero_epoch", "The group's epoch.")

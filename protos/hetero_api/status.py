@@ -182,6 +182,8 @@ class PlacementStatus(_Status):
     """Decode speed that was measured, to two digits, seldom renewed."""
     prediction_ratio: Annotated[float | None, Field(ge=0)] = None
     """Measured seconds of a decode step over predicted ones: 1.1 is 10 % slower."""
+    speculation_gain: Annotated[float | None, Field(ge=0)] = None
+    """Tokens a second of steps with proposed tokens, times those of steps without; seldom renewed."""
     reason: Annotated[str, Field(max_length=MAX_MESSAGE_LENGTH)] = ""
     """Why this way was chosen, for a person."""
     options: Annotated[list[PlacementOptionStatus], Field(max_length=MAX_OPTIONS)] = Field(default_factory=list)

@@ -108,6 +108,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[object
     ("kind", "mode", "drafts", "victim_is"),
     [
         ("NGram", "Tensor", False, "cpu-1"),
+        ("NGram", "Layer", False, "cpu-1"),
         ("Auto", "Layer", False, None),
         ("Draft", "Tensor", True, "cpu-0"),
         ("Auto", "Layer", True, None),

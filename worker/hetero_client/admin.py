@@ -204,6 +204,7 @@ class StatsView:
     finished_requests: int
     proposed_tokens: int
     accepted_tokens: int
+    proposals: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from bench.peers.gguf_file import interleaved, write
-from bench.shapes import SHAPES, make, tensors
+from bench.shapes import EXPERTS, SHAPES, make, tensors
 from hetero_api.model_config import ModelConfig
 
 pytestmark = pytest.mark.unit
@@ -32,7 +32,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "models" / "small"
 
 
-@pytest.mark.parametrize(("name", "millions"), [("qwen3-0.6b", 596), ("qwen3-1.7b", 1720)])
+@pytest.mark.parametrize(("name", "millions"), [("qwen3-0.6b", 596), ("qwen3-1.7b", 1720), (EXPERTS, 132)])
 def test_shapes_have_the_parameters_that_their_names_say(name: str, millions: int) -> None:
     config = ModelConfig.from_hf(SHAPES[name])
     made = sum(torch.Size(tensor.shape).numel() for tensor in tensors(SHAPES[name]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -46,11 +47,25 @@ def plan(tmp_path: Path, *arguments: str, manifest: str = "gpu-cpu-auto.yaml") -
     return result.exit_code, result.stdout, result.stderr
 
 
+PROPOSALS = re.compile(r"right with a chance of [\d.]+: (\d+) a step, ([\d,]+) decode tok/s, ([\d.]+) times as fast")
+
+
 def test_a_chance_of_proposals_that_are_right_is_predicted_too(tmp_path: Path) -> None:
-    code, text, _ = plan(tmp_path, "--acceptance", "0.7")
-    assert code == 0
-    words = " ".join(text.split())
-    assert "right with a chance of 0.7: " in words
+    gains = []
+    for chance in (0.7, 0.9):
+        code, text, _ = plan(tmp_path, "--acceptance", str(chance))
+        assert code == 0
+        found = PROPOSALS.search(" ".join(text.split()))
+        assert found is not None
+        length, speed, gain = int(found[1]), float(found[2].replace(",", "")), float(found[3])
+        # No more than all that such proposals bring, and beside the speed that the chosen way has without.
+        assert 1 < gain < sum(chance**i for i in range(length + 1))
+        (chosen,) = [line for line in text.splitlines() if line.strip().startswith("*")]
+        plain = float(re.findall(r"[\d,]+(?= )", chosen.partition("split")[2])[0].replace(",", ""))
+        assert speed / plain == pytest.approx(gain, abs=0.01)
+        gains.append(gain)
+    assert gains[0] < gains[1]
+    assert "a chance of 0.05: none, any would be slower" in " ".join(plan(tmp_path, "--acceptance", "0.05")[1].split())
     assert "right with a chance" not in plan(tmp_path)[1]
 
 

@@ -19,9 +19,10 @@ from tests.support.llama_cpp_files import expected_tokens, llama_cpp_models
 pytestmark = pytest.mark.unit
 
 VOCABULARIES: Final = (
-    "command-r", "deepseek-coder", "gemma-4", "gpt-2", "llama-bpe", "llama-spm", "mpt", "phi-3", "qwen2", "qwen35",
-    "refact", "starcoder",
+    "command-r", "deepseek-coder", "deepseek-llm", "falcon", "gemma-4", "gpt-2", "llama-bpe", "llama-spm", "mpt",
+    "phi-3", "qwen2", "qwen35", "refact", "starcoder",
 )  # fmt: skip
+"""All that come with expected tokens but bert-bge: a WordPiece vocabulary is an encoder's, and no decoder has one."""
 NEEDS_TOOLS: Final = ("tool_use", "Hermes")
 NEEDS_MORE: Final = "fireworks-ai-llama-3-firefunction-v2"
 """Its template wants a variable that neither transformers nor we have."""

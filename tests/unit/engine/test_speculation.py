@@ -108,6 +108,7 @@ async def test_streams_are_those_without_proposals(rate: float, kill: bool) -> N
     assert [*map(told, found)] == [*map(told, expected)]
     stats = it.core.stats()
     assert 0 < stats.accepted_tokens <= stats.proposed_tokens
+    assert 0 < stats.proposals < stats.proposed_tokens
     assert stats.generated_tokens == sum(len(tokens) for each in expected for tokens in each.tokens.values())
 
 
@@ -360,6 +361,12 @@ def test_what_repeats_is_proposed_once_steps_were_measured() -> None:
     assert it.proposed[0] == 0
     assert max(it.proposed) >= 7
     assert speed > 3 / it.plain_s
+    it.run(400)
+    # Nine tokens in the time of a step and of eight rows more, in place of nine steps.
+    assert it.speculator.gain == pytest.approx(9 * 0.02 / 0.028, rel=0.02)
+    assert it.speculator.describe().endswith(", 6.43 times as fast as without")
+    it.speculator.begin_epoch()
+    assert it.speculator.gain == 0
 
 
 def test_rows_that_cost_a_step_each_are_proposed_at_most_twice() -> None:
@@ -373,6 +380,7 @@ def test_n_grams_alone_are_proposed_at_the_length_that_pays() -> None:
     it = Timed(plain_s=0.02, row_s=0.03, only_if_faster=False)
     it.run(80)
     assert set(it.proposed[-20:]) == {1}
+    assert it.speculator.gain < 1
     it = Timed(plain_s=0.02, row_s=0.001, only_if_faster=False)
     it.run(60)
     assert set(it.proposed[-20:]) == {8}

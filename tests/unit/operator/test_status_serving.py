@@ -56,7 +56,7 @@ def test_a_group_that_serves_is_told_in_full() -> None:
 def test_what_a_gateway_cannot_mean_is_left_out(number: float) -> None:
     scene = StatusScene.serving()
     report = PlacementReport(predicted_tokens_per_second=number, measured_tokens_per_second=number, step_time_ratio=1)
-    for odd in ({"stalled_s": number}, {"placement": report}):
+    for odd in ({"stalled_s": number}, {"placement": report}, {"speculation_gain": number}):
         scene.answer(**odd)
         told = scene.tell()
         assert told.status["worldSize"] == 4
@@ -304,6 +304,13 @@ def test_a_measurement_is_told_anew_beside_another_prediction() -> None:
     scene = StatusScene.serving()
     assert told_speed(scene, 100.0, predicted=100.0) == (100.0, 1.0)
     assert told_speed(scene, 101.0, predicted=200.0) == (100.0, 1.98)
+
+
+def test_the_gain_by_proposed_tokens_is_told_and_anew_only_when_it_is_another() -> None:
+    scene = StatusScene.serving()
+    for gain, told in ((2.514, 2.51), (2.7, 2.51), (1.04, 1.04), (0.0, None)):
+        scene.answer(speculation_gain=gain)
+        assert scene.tell().status["placement"].get("speculationGain") == told
 
 
 def test_before_anything_was_measured_there_is_a_prediction_only() -> None:

@@ -17,9 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from hetero_api.metrics import GatewayMetric
 from hetero_api.probe_server import ProbeServer
 from hetero_api.v1 import admin_pb2, ranks_pb2
+from hetero_gateway.engine.telemetry.latencies import Latencies
 from hetero_gateway.server.errors import BindError
 from hetero_gateway.server.gateway import Gateway, Ports
-from hetero_gateway.server.metrics import rank_metrics
+from hetero_gateway.server.metrics import EngineReading, _group, rank_metrics
 from tests.unit.server.server_setup import TOKEN, GatewayBench, read_all, request, sampling, served_model
 
 pytestmark = pytest.mark.unit
@@ -77,6 +78,7 @@ async def test_requests_tokens_blocks_and_times_are_counted(scraped: tuple[Gatew
     assert (values["hetero_num_blocks"], values["hetero_free_blocks"]) == (32, 32)
     assert (values["vllm:num_requests_running0g"], values["vllm:num_requests_waiting0g"]) == (0, 0)
     assert (values["vllm:kv_cache_usage_perc0g"], values["vllm:num_preemptions_total0g"]) == (0, 0)
+    assert values["vllm:spec_decode_num_drafts_total0g"] == 0
 
 
 async def at_the_door(bench: GatewayBench, **headers: str) -> httpx.Response:
@@ -165,6 +167,13 @@ def test_each_rank_has_its_place_memory_and_times() -> None:
     assert samples["hetero_rank_read_bytes_total", "0"] == 600
     assert samples["hetero_rank_memory_bandwidth_bytes_per_second", "0"] == 1e9
     assert ("hetero_rank_local_memory_ratio", "1") not in samples
+
+
+def test_what_proposals_give_is_shown() -> None:
+    topology = admin_pb2.GetTopologyResponse(speculation_gain=2.5)
+    reading = EngineReading(admin_pb2.GetStatsResponse(), topology, Latencies(), ready=True, recoveries=0)
+    samples = [sample for family in _group(reading) for sample in family.samples]
+    assert [sample.value for sample in samples if sample.name == "hetero_speculation_gain"] == [2.5]
 
 
 async def test_a_cancelled_call_is_counted_as_such(scraped: tuple[GatewayBench, str]) -> None:

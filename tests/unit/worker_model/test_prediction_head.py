@@ -26,12 +26,12 @@ from hetero_worker.runners.plan_runner import PlanRunner
 from hetero_worker.runners.prediction_head import PredictionHead
 from hetero_worker.runners.shard import budget_of, memory_of
 from tests.support.async_serving import AsyncRank, random_requests
+from tests.support.examples import examples
 from tests.support.prediction_heads import LAYERS, HeadedCheckpoint, save_with_head
 from tests.support.rank_group import LogitsRecorder, PlanBuilder, RankGroup, Shares
 from tests.support.tape import TapeBackend
 from tests.support.tiny_checkpoints import VOCAB_SIZE, edit_config
 from tests.unit.worker_model.test_proposals import (
-    MANY,
     ONE,
     THREE,
     TWO,
@@ -201,7 +201,8 @@ def test_what_came_while_nothing_was_drafted_is_read_without_states(random_head:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("temperature", [0.0, 0.6], ids=["greedy", "seeded"])
 def test_many_prompts(saved: Mapping[str, Path], model: str, layout: str, temperature: float) -> None:
-    assert_fewer_steps(MANY, saved[model], layout, temperature)
+    """200 prompts, dealt to the models."""
+    assert_fewer_steps(examples(67), saved[model], layout, temperature)
 
 
 @pytest.mark.parametrize("layout", ["one", "two", "stages", "GPU and CPU"])

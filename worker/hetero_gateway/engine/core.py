@@ -397,6 +397,11 @@ class EngineCore:
         return self._speculator.describe()
 
     @property
+    def speculation_gain(self) -> float:
+        """Tokens per second of late steps with proposals, times those of steps without; 0: not measured."""
+        return self._speculator.gain
+
+    @property
     def decode_pace(self) -> DecodePace:
         """Seconds of steps that only decode, on the group that was opened last."""
         return self._pace.decodes

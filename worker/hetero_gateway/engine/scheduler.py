@@ -322,6 +322,7 @@ class Scheduler:
 
     def _catch_up(self, step: ScheduledStep) -> None:
         """Take in how many tokens the step's proposals gave."""
+        self._counts.proposals += len(step.proposals)
         self._counts.proposed_tokens += sum(map(len, step.proposals.values()))
         for slot, completion in zip(step.decodes.slots, step.decodes.completions, strict=True):
             # One that has left meanwhile runs no more: nothing starts while a step with proposals is out.

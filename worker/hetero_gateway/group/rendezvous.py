@@ -345,6 +345,7 @@ class Group:
             stalled_s=self.stalled_s,
             paused_requests=self._core.paused_requests,
             speculation=self._core.speculation,
+            speculation_gain=self._core.speculation_gain,
             idle=self.idle,
             model_source=self._settings.model_source,
         )

@@ -98,6 +98,7 @@ class EngineCollector(Collector):
             (GatewayMetric.PREFIX_QUERIES, asked),
             (GatewayMetric.PREFIX_HITS, stats.cached_tokens),
             (GatewayMetric.PREEMPTIONS, stats.preemptions),
+            (GatewayMetric.DRAFTS, stats.proposals),
             (GatewayMetric.DRAFT_TOKENS, stats.proposed_tokens),
             (GatewayMetric.ACCEPTED_TOKENS, stats.accepted_tokens),
         ):
@@ -122,6 +123,7 @@ def _group(reading: EngineReading) -> Iterator[Metric]:
     topology = reading.topology
     for metric, value in (
         (GatewayMetric.STEPS, reading.stats.steps),
+        (GatewayMetric.SPECULATION_GAIN, topology.speculation_gain),
         (GatewayMetric.READY, reading.ready),
         (GatewayMetric.EPOCH, topology.epoch),
         (GatewayMetric.RECOVERIES, reading.recoveries),

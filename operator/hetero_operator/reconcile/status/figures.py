@@ -80,6 +80,7 @@ def _placement(situation: Situation, answer: GatewayReport) -> PlacementStatus:
         predicted_tokens_per_second=_rounded(placement.predicted_tokens_per_second),
         measured_tokens_per_second=measured,
         prediction_ratio=ratio,
+        speculation_gain=_steady_gain(answer.group.speculation_gain, situation.stored.placement.speculation_gain),
         reason=bounded(" ".join(placement.reason.split())),
         options=[_option(option) for option in _foremost(placement.options)],
     )
@@ -115,6 +116,11 @@ def _steady_speed(placement: PlacementReport, reported: PlacementStatus) -> tupl
     if is_same and known and reported.prediction_ratio and abs(measured - known) <= STEADY_WITHIN * known:
         return known, reported.prediction_ratio
     return _rounded(measured), round(ratio, 2)
+
+
+def _steady_gain(gain: float, reported: float | None) -> float | None:
+    """Return the gain by proposed tokens: the last one while it is about right."""
+    return reported if reported and abs(gain - reported) <= STEADY_WITHIN * reported else round(gain, 2) or None
 
 
 def _rounded(speed: float) -> float | None:

@@ -46,6 +46,8 @@ _KEPT: Final = 0.9
 """Weight of what was seen before, when another guess is settled."""
 _MEMORY: Final = 8
 """Steps after which one that was unlike the others hardly counts."""
+_GAIN_KEPT: Final = 0.98
+"""Weight of earlier steps in the gain, when another step with proposals is counted."""
 
 
 class Proposer(Protocol):
@@ -119,9 +121,16 @@ class StepSeconds:
         self._proposing: dict[int, _Mean] = {}
         self._answered_s = 0.0
         self._since_proposal = 0
+        self._gain_plain_s = self._gain_s = 0.0
+        """Seconds of late steps with proposals, and of as many tokens without."""
 
-    def add(self, step: ScheduledStep, *, began_s: float, seconds: float, on_ranks_s: float) -> bool:
-        """Count an answered step; return whether steps with proposals were forgotten.
+    @property
+    def gain(self) -> float:
+        """Tokens per second of late steps with proposals, times those of steps without; 0: not measured."""
+        return self._gain_plain_s / self._gain_s if self._gain_s else 0.0
+
+    def add(self, step: ScheduledStep, *, began_s: float, seconds: float, on_ranks_s: float, num_tokens: int) -> bool:
+        """Count an answered step that brought so many tokens; return whether steps with proposals were forgotten.
 
         Answers of steps that overlap come together, so ranks know better how long each took.
         """
@@ -139,8 +148,13 @@ class StepSeconds:
             return True
         self._since_proposal = 0
         # Making the next step takes time, too, while ranks wait; a longer gap is one in which nobody asked.
-        waited_s = gap_s if 0 < gap_s < seconds else 0.0
-        self._proposing.setdefault(step.num_tokens, _Mean()).add(seconds + waited_s)
+        seconds += gap_s if 0 < gap_s < seconds else 0.0
+        mean, number = self._proposing.setdefault(step.num_tokens, _Mean()), len(step.decodes.slots)
+        mean.add(seconds)
+        plain_s = self.plain(number)
+        if plain_s is not None and mean.seconds is not None:
+            self._gain_plain_s = self._gain_plain_s * _GAIN_KEPT + plain_s * num_tokens / number
+            self._gain_s = self._gain_s * _GAIN_KEPT + seconds
         return False
 
     def plain(self, rows: int) -> float | None:
@@ -203,7 +217,7 @@ class Speculator:
         """
         if self._config is None:
             return
-        forgot = self._seconds.add(step, began_s=began_s, seconds=seconds, on_ranks_s=on_ranks_s)
+        forgot = self._seconds.add(step, began_s=began_s, seconds=seconds, on_ranks_s=on_ranks_s, num_tokens=num_tokens)
         if forgot and self._drafts is not None:
             self._acceptances.clear()
             self._usual_rate = _FIRST_RATE
@@ -215,7 +229,13 @@ class Speculator:
         if self._config is None:
             return ""
         source = "NGram" if self._drafts is None else "MTP" if self._config.has_head else "Draft"
-        return f"{f'Auto ({source})' if self._config.only_if_faster else source}, {self._came.describe()}"
+        gain = f", {self.gain:.2f} times as fast as without" if self.gain else ""
+        return f"{f'Auto ({source})' if self._config.only_if_faster else source}, {self._came.describe()}{gain}"
+
+    @property
+    def gain(self) -> float:
+        """Tokens per second of late steps with proposals, times those of steps without; 0: not measured."""
+        return self._seconds.gain
 
     def begin_epoch(self) -> None:
         """Forget how fast the ranks were: there are others."""
