@@ -32,7 +32,7 @@ class _OutputModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OutputMode
     OUTPUT_MODE_DELTA: _OutputMode.ValueType  # 1
     """New tokens as soon as they exist."""
     OUTPUT_MODE_FINAL_ONLY: _OutputMode.ValueType  # 2
-    """One Delta with everything, just before Finished."""
+    """One Delta with everything, just before Finished; several only where one message has no room."""
 
 class OutputMode(_OutputMode, metaclass=_OutputModeEnumTypeWrapper):
     """Mode of a stream's reports."""
@@ -42,7 +42,7 @@ OUTPUT_MODE_UNSPECIFIED: OutputMode.ValueType  # 0
 OUTPUT_MODE_DELTA: OutputMode.ValueType  # 1
 """New tokens as soon as they exist."""
 OUTPUT_MODE_FINAL_ONLY: OutputMode.ValueType  # 2
-"""One Delta with everything, just before Finished."""
+"""One Delta with everything, just before Finished; several only where one message has no room."""
 Global___OutputMode: _TypeAlias = OutputMode  # noqa: Y015
 
 class _FinishReason:
@@ -525,7 +525,9 @@ Global___Started: _TypeAlias = Started  # noqa: Y015
 
 @_typing.final
 class PromptLogprobs(_message.Message):
-    """Log-probabilities of the prompt, before the first Delta, if prompt_logprobs asks for them."""
+    """Log-probabilities of the prompt, before the first Delta, if prompt_logprobs asks for them. Those of a long prompt may
+    come in several events, in order.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -731,7 +733,7 @@ class GenerateEvent(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> Global___PromptLogprobs:
-        """Once, after Started and before the first Delta, if asked for."""
+        """After Started and before the first Delta, if asked for."""
 
     def __init__(
         self,
