@@ -25,7 +25,7 @@ from hetero_operator.cluster.resources import Resources
 from hetero_operator.cluster.store import Key
 from hetero_operator.errors import Conflict, NotFound, OverBudget
 from hetero_operator.gateway_probe import GatewayProbe, InsideTls
-from hetero_operator.reconcile.inventory import DEPLOYMENT, is_leaving, is_owned_by, label_of, ordinal_of
+from hetero_operator.reconcile.inventory import DEPLOYMENT, STATEFUL_SET, is_leaving, is_owned_by, label_of, ordinal_of
 from hetero_operator.reconcile.manifests.containers import INSIDE_VOLUME
 from hetero_operator.reconcile.model import (
     FailureKind,
@@ -211,7 +211,8 @@ class Reconciler:
         except OverBudget as error:
             parts.events.record(resource, Transition("Warning", "TooManyObjects", str(error)), self._clock())
             raise
-        waiting = {item["metadata"]["uid"]: _age_s(item, at) for item in (*_silent(pods), *_incomplete(owned, pods))}
+        own = [item for item in owned if is_owned_by(item, resource["metadata"]["uid"])]
+        waiting = {item["metadata"]["uid"]: _age_s(item, at) for item in [*_silent(pods), *_incomplete(own, pods)]}
         doubt = any(age_s > PATIENCE_S for age_s in waiting.values())
         secrets = await parts.secrets.secrets_of(key, [*owned, *pods], doubt=doubt)
         return _View(resource, [*owned, *secrets], pods, waiting, at)
@@ -304,10 +305,10 @@ def _says_why(pod: Object) -> bool:
     return any(word.get("message") for word in words)
 
 
-def _incomplete(owned: Sequence[Object], pods: Sequence[Object]) -> Iterator[Object]:
-    """Yield StatefulSets that have fewer pods than they should."""
-    for item in owned:
-        if item["kind"] == "StatefulSet":
+def _incomplete(own: Sequence[Object], pods: Sequence[Object]) -> Iterator[Object]:
+    """Yield StatefulSets of a resource that have fewer pods than they should; of strangers' no bodies are kept."""
+    for item in own:
+        if item["kind"] == STATEFUL_SET:
             there = sum(_pool_of(pod) == _pool_of(item) for pod in pods)
             if there < int(item["spec"].get("replicas", 1)):
                 yield item

@@ -222,6 +222,16 @@ async def test_a_resource_that_controls_too_much_is_not_looked_at_and_no_body_is
     assert bench.parts.events.pending == 1, "its owner is told"
 
 
+async def test_a_stateful_set_that_nobody_controls_breaks_no_look(bench: Bench) -> None:
+    await bench.put_resource()
+    metadata = {"labels": {LABEL_NAME: "x"}, "creationTimestamp": "2026-01-01T00:00:00Z"}
+    orphan = {"metadata": metadata, "spec": {"replicas": 1}}
+    [store] = [store for kind, store in bench.parts.cache._stores.items() if kind.kind == "StatefulSet"]
+    store.put(await bench.server.put("/apis/apps/v1/namespaces/ns/statefulsets/x-cpu", orphan))
+    await bench.reconciler().reconcile(KEY)
+    assert [item["metadata"]["name"] for item in bench.seen[0].owned] == ["x-cpu"]
+
+
 async def test_nothing_is_made_for_a_resource_that_is_gone_unheard(bench: Bench) -> None:
     await bench.put_resource()
     await bench.server.remove(PATH, silently=True)
