@@ -221,23 +221,23 @@ class Reconciler:
         """Return the reports of the replicas' gateways that have an address, by ordinal."""
         deployments = _gateway_deployments(view.resource, view.owned)
         asked = {
-            ordinal: self._ask_gateway(key, view.resource, deployment, gateway)
+            ordinal: self._ask_gateway(key, deployment, gateway)
             for ordinal, deployment in deployments.items()
             if (gateway := _serving_gateway(view.pods, deployment)) is not None
         }
         return dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
 
-    async def _ask_gateway(self, key: Key, resource: Object, deployment: Object, gateway: Object) -> GatewayReport:
+    async def _ask_gateway(self, key: Key, deployment: Object, gateway: Object) -> GatewayReport:
         name, address = gateway["metadata"]["name"], gateway["status"]["podIP"]
         revision, secrets, inside = label_of(gateway, LABEL_REVISION), self._parts.secrets, None
         names = Names(key.name, ordinal_of(deployment))
-        if _knows_certificates(deployment):
+        if _has_volume(deployment, INSIDE_VOLUME):
             found = await secrets.operator_certificate(key, revision, ordinal=names.ordinal)
             if found is None:
                 return GatewayReport(name, error=f"Secret {names.inside_secret(revision)} is not there yet")
             inside = InsideTls(*found, server_name=f"{names.gateway}.{key.namespace}.svc")
         token = await secrets.admin_token(key, revision, ordinal=names.ordinal)
-        uses_tls = bool((resource["spec"].get("gateway") or {}).get("tls"))
+        uses_tls = _has_volume(deployment, "tls")
         return await self._parts.gateways.ask(name, address, token, uses_tls=uses_tls, inside=inside)
 
 
@@ -251,10 +251,10 @@ def _gateway_deployments(resource: Object, owned: Sequence[Object]) -> dict[int,
     return {ordinal: item for ordinal, item in own if item["metadata"]["name"] == Names(name, ordinal).gateway}
 
 
-def _knows_certificates(deployment: Object) -> bool:
-    """Return whether gateways of a Deployment know the operator by its certificate."""
+def _has_volume(deployment: Object, name: str) -> bool:
+    """Return whether pods of a Deployment have a volume; the spec as written may be one that they do not have yet."""
     volumes = deployment["spec"]["template"]["spec"].get("volumes") or ()
-    return any(volume["name"] == INSIDE_VOLUME for volume in volumes)
+    return any(volume["name"] == name for volume in volumes)
 
 
 def _is_made_by(pod: Object, deployment: Object) -> bool:

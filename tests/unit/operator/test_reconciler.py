@@ -391,6 +391,25 @@ async def test_a_gateway_that_knows_certificates_is_asked_with_one_or_not_at_all
     assert bench.seen[-1].gateway.error.startswith("UNAVAILABLE")
 
 
+@pytest.mark.parametrize("uses_tls", [True, False])
+async def test_a_gateway_is_asked_by_the_tls_that_it_has_whatever_is_written(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, uses_tls: bool
+) -> None:
+    asked: list[bool] = []
+
+    async def ask(pod: str, *_: Any, uses_tls: bool, **__: Any) -> GatewayReport:
+        asked.append(uses_tls)
+        return GatewayReport(pod)
+
+    monkeypatch.setattr(bench.parts.gateways, "ask", ask)
+    spec = {"spec": {} if uses_tls else {"gateway": {"tls": {"secretName": "tls"}}}}
+    bench.parts.resources.hear("ADDED", await bench.server.put(PATH, spec))
+    await put_deployment(bench, volumes=[{"name": "tls"}] if uses_tls else [])
+    await put_gateway(bench, "g", made_by("x-gateway-abc"), RUNS)
+    await bench.reconciler().reconcile(KEY)
+    assert set(asked) == {uses_tls}
+
+
 @pytest.mark.parametrize("takes_s", [0.5, 5.0])
 async def test_what_changes_while_a_gateway_answers_slowly_is_seen(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, takes_s: float
