@@ -211,6 +211,7 @@ class Reconciler:
         except OverBudget as error:
             parts.events.record(resource, Transition("Warning", "TooManyObjects", str(error)), self._clock())
             raise
+        pods = [pod for pod in pods if _is_made_for(pod, key.name)]
         own = [item for item in owned if is_owned_by(item, resource["metadata"]["uid"])]
         waiting = {item["metadata"]["uid"]: _age_s(item, at) for item in [*_silent(pods), *_incomplete(own, pods)]}
         doubt = any(age_s > PATIENCE_S for age_s in waiting.values())
@@ -265,6 +266,13 @@ def _is_made_by(pod: Object, deployment: Object) -> bool:
     references = pod["metadata"].get("ownerReferences") or ()
     names = [item["name"] for item in references if item.get("controller") and item["kind"] == "ReplicaSet"]
     return [name.rpartition("-")[0] for name in names] == [deployment["metadata"]["name"]]
+
+
+def _is_made_for(pod: Object, name: str) -> bool:
+    """Return whether a pod is of a StatefulSet or Deployment that is named after a resource: anybody may label one."""
+    references = pod["metadata"].get("ownerReferences") or ()
+    makers = [item for item in references if item.get("controller") and item["kind"] in (STATEFUL_SET, "ReplicaSet")]
+    return any(item["name"].startswith(f"{name}-") for item in makers)
 
 
 def _serving_gateway(pods: Sequence[Object], deployment: Object) -> Object | None:

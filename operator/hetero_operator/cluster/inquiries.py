@@ -138,6 +138,10 @@ class WarningBook:
         """Drop everything about a resource that is gone."""
         self._doubts.pop(owner, None)
 
+    def forget_all(self) -> None:
+        """Drop everything: only who leads asks, and a new leader begins anew."""
+        self._doubts.clear()
+
     async def run(self) -> None:
         """List Warnings again and again until cancelled."""
         while True:

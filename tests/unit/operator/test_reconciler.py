@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hetero_api.contract import LABEL_NAME, LABEL_REVISION, LABEL_ROLE
+from hetero_api.contract import LABEL_NAME, LABEL_REPLICA, LABEL_REVISION, LABEL_ROLE
 from hetero_operator.authority import inside_certificates
 from hetero_operator.cluster.cache import ClusterCache
 from hetero_operator.cluster.executor import PlanExecution
@@ -89,9 +89,10 @@ class Bench:
         self.parts.resources.hear("ADDED", await self.server.put(PATH, {"spec": {}}))
 
     async def put_pod(
-        self, name: str, *, labels: dict[str, str] | None = None, owners: Sequence[Object] = (), **fields: Any
+        self, name: str, *, labels: dict[str, str] | None = None, owners: Sequence[Object] | None = None, **fields: Any
     ) -> None:
-        metadata = {"labels": {LABEL_NAME: "x", **(labels or {})}, "ownerReferences": list(owners)}
+        made = made_by("x-cpu", "StatefulSet") if owners is None else list(owners)
+        metadata = {"labels": {LABEL_NAME: "x", **(labels or {})}, "ownerReferences": made}
         item = {"metadata": metadata, **fields}
         stored = await self.server.put(f"/api/v1/namespaces/ns/pods/{name}", item)
         self.parts.cache._stores[ALWAYS_WATCHED[0]].put(stored)
@@ -368,6 +369,15 @@ async def test_a_pod_that_only_calls_itself_a_gateway_is_told_no_token(bench: Be
     await bench.reconciler().reconcile(KEY)
     assert bench.seen[-1].gateway is not None
     assert bench.seen[-1].gateway.pod == "g"
+
+
+@pytest.mark.parametrize("owners", [[], made_by("y-cpu", "StatefulSet"), made_by("x-cpu", "Job")], ids=str)
+async def test_a_pod_that_has_only_the_labels_of_a_resource_does_not_count(bench: Bench, owners: list[Object]) -> None:
+    await bench.put_resource()
+    await bench.put_pod("stranger", labels={LABEL_REPLICA: "999"}, owners=owners, status={})
+    await bench.put_pod("x-cpu-0", status={})
+    await bench.reconciler().reconcile(KEY)
+    assert [pod["metadata"]["name"] for pod in bench.seen[-1].pods] == ["x-cpu-0"]
 
 
 async def test_a_gateway_without_a_deployment_of_ours_is_not_asked(bench: Bench) -> None:

@@ -28,16 +28,11 @@ _VOLUME_SOURCES: Final = frozenset(
 """Those of Pod Security level Restricted, and folders of nodes, which the policy allows one by one."""
 _PROFILES: Final = ("RuntimeDefault", "Localhost")
 _SECURITY: Final[Mapping[str, Sequence[Any]]] = {
-    "runAsNonRoot": (True,),
-    "privileged": (False,),
-    "procMount": ("Default",),
-    "seccompProfile.type": _PROFILES,
-    "appArmorProfile.type": _PROFILES,
+    "runAsNonRoot": (True,), "privileged": (False,), "procMount": ("Default",), "windowsOptions.hostProcess": (False,),
+    "seccompProfile.type": _PROFILES, "appArmorProfile.type": _PROFILES,
     "seLinuxOptions.type": ("container_t", "container_init_t", "container_kvm_t", "container_engine_t"),
-    "seLinuxOptions.user": (),
-    "seLinuxOptions.role": (),
-    "windowsOptions.hostProcess": (False,),
-}
+    "seLinuxOptions.user": (), "seLinuxOptions.role": (),
+}  # fmt: skip
 """Fields of a securityContext, and what Restricted lets them be, if they are not left out."""
 _PROFILE_ANNOTATIONS: Final = (
     "container.apparmor.security.beta.kubernetes.io/", "container.seccomp.security.alpha.kubernetes.io/",
