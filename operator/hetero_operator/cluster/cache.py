@@ -130,7 +130,7 @@ class ClusterCache:
         Bodies that are not kept are read. Raises ApiError, also while its namespace was not listed, or OverBudget when
         these are too large for one look.
         """
-        for reflector in self._all():
+        for reflector in (one for kind in ALWAYS_WATCHED for one in self._reflectors.get(kind, ())):
             if reflector.namespace == owner.namespace and not reflector.synced.is_set():
                 raise Unreachable(f"{reflector.kind.kind} of namespace {owner.namespace}: not listed yet")
         stores = {kind: store for kind, store in self._stores.items() if kind != POD}

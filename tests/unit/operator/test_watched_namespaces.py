@@ -85,7 +85,7 @@ async def test_resources_of_a_namespace_that_refuses_are_gone_until_it_is_back(s
             faults = refusing(server)
             await eventually(lambda: [*resources.store.keys()] == [Key("ns", "x")])
             assert told.count(Key("gone", "x")) == 2
-            assert "cannot be listed" in resources.problem
+            await eventually(lambda: "cannot be listed" in resources.problem)
             await server.put(RESOURCE.path("ns", "y"), {})
             await eventually(lambda: Key("ns", "y") in told)
             server.faults = [fault for fault in server.faults if fault not in faults]
@@ -142,6 +142,16 @@ async def test_an_optional_kind_that_cannot_be_listed_is_not_offered_until_it_ca
             assert not cache.capabilities.kinds
             offering.faults = [fault for fault in offering.faults if fault not in faults]
             await eventually(lambda: bool(cache.capabilities.kinds), timeout_s=10.0)
+
+
+async def test_an_optional_kind_that_is_refused_in_a_namespace_holds_up_no_look(offering: ApiStandIn) -> None:
+    refusing(offering, f"/namespaces/ns/{BUDGETS.plural}")
+    async with offering.transport() as api:
+        cache = ClusterCache(api, namespaces=BOTH, on_change=lambda key: None)
+        async with running(cache.run()):
+            await asyncio.wait_for(cache.ready.wait(), 5.0)
+            assert not cache.capabilities.kinds
+            assert await cache.owned_by(Key("ns", "x")) == ([], [])
 
 
 @pytest.mark.parametrize("code", [429, 503])
