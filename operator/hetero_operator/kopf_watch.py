@@ -64,18 +64,35 @@ class KopfWatch:
         self._on_gap = on_gap
 
     async def run(self) -> None:
-        """Watch until cancelled. Raises KopfStopped when kopf ends for any reason but one.
+        """Watch until cancelled. Raises KopfStopped when kopf ends for any reason but two.
 
-        The exception: the kind, or the version that it watched from, is gone. It expects the latter only as an event
-        within the stream, not as an answer.
+        The exceptions: the kind, or the version that it watched from, is gone (it expects the latter only as an event
+        within the stream, not as an answer); a namespace refuses, as one that is gone does. Then it watches the others
+        until that is back.
         """
         while True:
-            await self._until_served()
-            error = await run_kopf(self._registry(), settings_of(), namespaces=self._namespaces)
+            served = await self._until_served(self._namespaces)
+            error = await self._watch(served)
             self._set(False)
-            if getattr(error, "status", None) not in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
+            status = getattr(error, "status", None)
+            is_refusal = status == HTTPStatus.FORBIDDEN and bool(served)
+            if error is not None and not is_refusal and status not in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
                 raise KopfStopped(f"kopf has ended: {error!r}") from error
-            logger.warning("kopf starts again, once HeteroInference is served: %s", error)
+            logger.warning("kopf starts again, once HeteroInference is served: %s", error or "a namespace is back")
+            await asyncio.sleep(PROBE_S if is_refusal else 0.0)
+
+    async def _watch(self, served: Sequence[str]) -> BaseException | None:
+        """Watch in namespaces until kopf ends, and return the reason; None: one of the others is back."""
+        others = [namespace for namespace in self._namespaces if namespace not in served]
+        watch = asyncio.create_task(run_kopf(self._registry(), settings_of(), namespaces=served))
+        tasks = [watch, *([asyncio.create_task(self._until_served(others))] if others else ())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return (watch.result() or KopfStopped("without a reason")) if watch.done() else None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _registry(self) -> kopf.OperatorRegistry:
         """Return handlers that act in this loop."""
@@ -94,16 +111,22 @@ class KopfWatch:
             self.watching = watching
             self._on_gap()
 
-    async def _until_served(self) -> None:
+    async def _until_served(self, namespaces: Sequence[str]) -> list[str]:
+        """Return those of the namespaces in which it is served, once there are any; of none (all): none."""
         backoff, failures = Backoff(), 0
         while True:
-            try:
-                if await resource_served(self._api, next(iter(self._namespaces), None)):
-                    return
-                failures = 0
-            except ApiError as error:
-                failures += 1
-                logger.debug("not known whether HeteroInference is served: %s", error)
+            served: list[str | None] = []
+            problems = 0
+            for namespace in namespaces or (None,):
+                try:
+                    if await resource_served(self._api, namespace):
+                        served.append(namespace)
+                except ApiError as error:
+                    problems += 1
+                    logger.debug("not known whether HeteroInference is served: %s", error)
+            if served:
+                return [namespace for namespace in served if namespace is not None]
+            failures = failures + 1 if problems else 0
             await asyncio.sleep(backoff.pause_s(failures) if failures else PROBE_S)
 
 

@@ -173,6 +173,7 @@ class Operator:
                 for task in (working, losing):
                     task.cancel()
                 await asyncio.wait([working, losing])
+                self.warnings.forget_all()
 
     async def _until(self, *, leading: bool) -> None:
         while self.election.leading is not leading:

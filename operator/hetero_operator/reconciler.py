@@ -25,7 +25,7 @@ from hetero_operator.cluster.resources import Resources
 from hetero_operator.cluster.store import Key
 from hetero_operator.errors import Conflict, NotFound, OverBudget
 from hetero_operator.gateway_probe import GatewayProbe, InsideTls
-from hetero_operator.reconcile.inventory import DEPLOYMENT, is_leaving, is_owned_by, label_of, ordinal_of
+from hetero_operator.reconcile.inventory import DEPLOYMENT, STATEFUL_SET, is_leaving, is_owned_by, label_of, ordinal_of
 from hetero_operator.reconcile.manifests.containers import INSIDE_VOLUME
 from hetero_operator.reconcile.model import (
     FailureKind,
@@ -211,7 +211,9 @@ class Reconciler:
         except OverBudget as error:
             parts.events.record(resource, Transition("Warning", "TooManyObjects", str(error)), self._clock())
             raise
-        waiting = {item["metadata"]["uid"]: _age_s(item, at) for item in (*_silent(pods), *_incomplete(owned, pods))}
+        pods = [pod for pod in pods if _is_made_for(pod, key.name)]
+        own = [item for item in owned if is_owned_by(item, resource["metadata"]["uid"])]
+        waiting = {item["metadata"]["uid"]: _age_s(item, at) for item in [*_silent(pods), *_incomplete(own, pods)]}
         doubt = any(age_s > PATIENCE_S for age_s in waiting.values())
         secrets = await parts.secrets.secrets_of(key, [*owned, *pods], doubt=doubt)
         return _View(resource, [*owned, *secrets], pods, waiting, at)
@@ -220,23 +222,23 @@ class Reconciler:
         """Return the reports of the replicas' gateways that have an address, by ordinal."""
         deployments = _gateway_deployments(view.resource, view.owned)
         asked = {
-            ordinal: self._ask_gateway(key, view.resource, deployment, gateway)
+            ordinal: self._ask_gateway(key, deployment, gateway)
             for ordinal, deployment in deployments.items()
             if (gateway := _serving_gateway(view.pods, deployment)) is not None
         }
         return dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
 
-    async def _ask_gateway(self, key: Key, resource: Object, deployment: Object, gateway: Object) -> GatewayReport:
+    async def _ask_gateway(self, key: Key, deployment: Object, gateway: Object) -> GatewayReport:
         name, address = gateway["metadata"]["name"], gateway["status"]["podIP"]
         revision, secrets, inside = label_of(gateway, LABEL_REVISION), self._parts.secrets, None
         names = Names(key.name, ordinal_of(deployment))
-        if _knows_certificates(deployment):
+        if _has_volume(deployment, INSIDE_VOLUME):
             found = await secrets.operator_certificate(key, revision, ordinal=names.ordinal)
             if found is None:
                 return GatewayReport(name, error=f"Secret {names.inside_secret(revision)} is not there yet")
             inside = InsideTls(*found, server_name=f"{names.gateway}.{key.namespace}.svc")
         token = await secrets.admin_token(key, revision, ordinal=names.ordinal)
-        uses_tls = bool((resource["spec"].get("gateway") or {}).get("tls"))
+        uses_tls = _has_volume(deployment, "tls")
         return await self._parts.gateways.ask(name, address, token, uses_tls=uses_tls, inside=inside)
 
 
@@ -250,10 +252,10 @@ def _gateway_deployments(resource: Object, owned: Sequence[Object]) -> dict[int,
     return {ordinal: item for ordinal, item in own if item["metadata"]["name"] == Names(name, ordinal).gateway}
 
 
-def _knows_certificates(deployment: Object) -> bool:
-    """Return whether gateways of a Deployment know the operator by its certificate."""
+def _has_volume(deployment: Object, name: str) -> bool:
+    """Return whether pods of a Deployment have a volume; the spec as written may be one that they do not have yet."""
     volumes = deployment["spec"]["template"]["spec"].get("volumes") or ()
-    return any(volume["name"] == INSIDE_VOLUME for volume in volumes)
+    return any(volume["name"] == name for volume in volumes)
 
 
 def _is_made_by(pod: Object, deployment: Object) -> bool:
@@ -264,6 +266,13 @@ def _is_made_by(pod: Object, deployment: Object) -> bool:
     references = pod["metadata"].get("ownerReferences") or ()
     names = [item["name"] for item in references if item.get("controller") and item["kind"] == "ReplicaSet"]
     return [name.rpartition("-")[0] for name in names] == [deployment["metadata"]["name"]]
+
+
+def _is_made_for(pod: Object, name: str) -> bool:
+    """Return whether a pod is of a StatefulSet or Deployment that is named after a resource: anybody may label one."""
+    references = pod["metadata"].get("ownerReferences") or ()
+    makers = [item for item in references if item.get("controller") and item["kind"] in (STATEFUL_SET, "ReplicaSet")]
+    return any(item["name"].startswith(f"{name}-") for item in makers)
 
 
 def _serving_gateway(pods: Sequence[Object], deployment: Object) -> Object | None:
@@ -304,10 +313,10 @@ def _says_why(pod: Object) -> bool:
     return any(word.get("message") for word in words)
 
 
-def _incomplete(owned: Sequence[Object], pods: Sequence[Object]) -> Iterator[Object]:
-    """Yield StatefulSets that have fewer pods than they should."""
-    for item in owned:
-        if item["kind"] == "StatefulSet":
+def _incomplete(own: Sequence[Object], pods: Sequence[Object]) -> Iterator[Object]:
+    """Yield StatefulSets of a resource that have fewer pods than they should; of strangers' no bodies are kept."""
+    for item in own:
+        if item["kind"] == STATEFUL_SET:
             there = sum(_pool_of(pod) == _pool_of(item) for pod in pods)
             if there < int(item["spec"].get("replicas", 1)):
                 yield item

@@ -253,11 +253,28 @@ def test_the_users_labels_do_not_break_selectors(helm4: Helm) -> None:
     assert (labels["team"], labels["sidecar"]) == ("inference", "no")
 
 
+def test_the_default_container_is_named_once(helm4: Helm) -> None:
+    key = "kubectl.kubernetes.io/default-container"
+    for named in ({}, {key: "sidecar"}):
+        text = helm4.run("template", "x", CHART, values={"podAnnotations": {"a": "b", **named}})
+        annotations = only(list(yaml.safe_load_all(text)), "Deployment")["spec"]["template"]["metadata"]["annotations"]
+        assert (annotations, text.count(key)) == ({"a": "b", key: "operator"} | named, 1)
+
+
 def test_the_operators_policy_lets_it_reach_gateways(helm4: Helm) -> None:
     policy = only(helm4.template({"networkPolicy": {"enabled": True}}), "NetworkPolicy")
     (rule,) = [one for one in policy["spec"]["egress"] if one["ports"][0]["port"] == INFERENCE_PORT]
     assert rule["to"][0]["podSelector"]["matchLabels"] == {LABEL_ROLE: ROLE_GATEWAY}
     assert {one["port"] for one in rule["ports"]} == {INFERENCE_PORT, ADMIN_PORT}
+
+
+def test_the_operators_policy_lets_it_reach_what_the_user_says(helm4: Helm) -> None:
+    proxy = {"to": [{"ipBlock": {"cidr": "192.0.2.1/32"}}], "ports": [{"port": 3128, "protocol": "TCP"}]}
+    before, after = (
+        only(helm4.template({"networkPolicy": {"enabled": True, "egress": egress}}), "NetworkPolicy")["spec"]["egress"]
+        for egress in ([], [proxy])
+    )
+    assert after == [*before, proxy]
 
 
 def test_what_notes_tell_to_apply_is_a_valid_resource(helm: Helm, cluster: Cluster) -> None:

@@ -15,6 +15,7 @@ import yaml
 
 from hetero_api.contract import CONFIG_MANIFEST_KEY, ROLE_GATEWAY, ROLE_RANK
 from hetero_api.effects import Effect, effect_of, spec_leaves
+from hetero_api.manifest import parse_manifest
 from tests.cluster.conftest import StartControlPlane
 from tests.cluster.field_changes import BACK_TO_DEFAULT, CHANGES, Change, Restarts
 from tests.support.hetero_resources import ABSENT, resource
@@ -193,7 +194,8 @@ def _arrival_problems(path: str, row: Change, restarts: Restarts, before: Owned,
     if len(configs) != 1:
         return [f"{len(configs)} ConfigMaps"]
     config = configs[0]
-    kept = yaml.safe_load(config["data"][CONFIG_MANIFEST_KEY])["spec"]
+    read = parse_manifest(config["data"][CONFIG_MANIFEST_KEY]).spec  # no default is written
+    kept = read.model_dump(mode="json", by_alias=True, exclude_none=True)
     if row.new is not ABSENT and _at(kept, row.at or path) != row.new:
         problems.append(f"{CONFIG_MANIFEST_KEY} has {_at(kept, row.at or path)!r}")
     kind = "StatefulSet" if restarts is Restarts.RANKS else "Deployment"

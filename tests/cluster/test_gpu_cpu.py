@@ -22,6 +22,7 @@ from hetero_api.contract import (
     ROLE_RANK,
     SECRET_ADMIN_TOKEN_KEY,
 )
+from hetero_api.manifest import parse_manifest
 from hetero_api.v1 import admin_pb2, ranks_pb2
 from hetero_worker.pod.config import PodConfig
 from tests.cluster.conftest import ROOT
@@ -116,7 +117,8 @@ def test_pods_that_do_not_share_memory_have_their_own(scene: Scene) -> None:
 def test_the_gateway_reads_how_the_model_is_to_be_spread(scene: Scene) -> None:
     with scene.operator():
         (config,) = apply(scene, AUTO).of_kind("ConfigMap")
-    spec = yaml.safe_load(config["data"][CONFIG_MANIFEST_KEY])["spec"]
+    read = parse_manifest(config["data"][CONFIG_MANIFEST_KEY]).spec
+    spec = read.model_dump(mode="json", by_alias=True, exclude_none=True)
     assert spec["exchange"] == {"kind": "Auto", "hostPath": "/dev/shm"}
     assert spec["placement"]["workload"] == {"promptTokens": 1024, "outputTokens": 256, "concurrency": 8}
     assert spec["placement"]["rebalanceExperts"] is True

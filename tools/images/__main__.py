@@ -23,6 +23,8 @@ from tools.images.settings import Settings
 from tools.images.sizes import BASE_LABEL, ImageSize, describe, growth_problems, measure, read_record, write_record
 
 SBOM_SUFFIX: Final = ".cdx.json"
+ARCHIVE_SUFFIXES: Final = (".tar", SBOM_SUFFIX, ".id")
+"""Files of an image that is saved."""
 SUMS: Final = "SHA256SUMS"
 _SUMMED: Final = ("*.tar", f"*{SBOM_SUFFIX}", "*.whl", "*.tar.gz", "*.tgz", "CHANGELOG-*.md")
 
@@ -53,7 +55,7 @@ def save(builder: Builder, named: NamedImage, folder: Path, *, created: int) -> 
 
     They are written only when the image is another than last time.
     """
-    archive, materials, mark = (folder / f"{named.name}{suffix}" for suffix in (".tar", SBOM_SUFFIX, ".id"))
+    archive, materials, mark = (folder / f"{named.name}{suffix}" for suffix in ARCHIVE_SUFFIXES)
     identity = f"{builder.image_id(named.reference)} {named.reference} {created}\n"
     if all(file.exists() for file in (archive, materials, mark)) and mark.read_text(encoding="utf-8") == identity:
         return archive

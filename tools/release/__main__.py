@@ -7,14 +7,14 @@ import os
 import sys
 import tarfile
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
 from hetero_api.contract import VERSION
+from tools.images.__main__ import ARCHIVE_SUFFIXES, check_sums, write_sums
 from tools.images.__main__ import build as build_images
-from tools.images.__main__ import check_sums, write_sums
 from tools.images.archive import read_archive
 from tools.images.builders import ImageError, find_builder
 from tools.images.catalogue import ROOT, named_images, source_time
@@ -44,13 +44,19 @@ def build(folder: Path, architectures: Sequence[str], environment: Mapping[str, 
     chosen = {**environment, "IMAGES": environment.get("IMAGES") or _IMAGES, "SAVE": str(folder)}
     settings, builder = Settings.from_environment(chosen), find_builder(environment.get("BUILDER") or None)
     folder.mkdir(parents=True, exist_ok=True)
-    for old in (path for pattern in _MADE for path in folder.glob(pattern)):
-        old.unlink()
+    clear(folder, [named.name for named in settings.images])
     with tempfile.TemporaryDirectory(prefix="hetero-release-") as name:
         pack_sources(export(ROOT, Path(name)), folder, architectures, created=source_time(environment))
     build_images(settings, builder)
     write_sums(folder)
     print(f"{folder}/SHA256SUMS names all that {VERSION} is")
+
+
+def clear(folder: Path, images: Collection[str]) -> None:
+    """Take away what an earlier release left in a folder, but the archives of `images`, which are built anew."""
+    others = [f"{name}{suffix}" for name in named_images() if name not in images for suffix in ARCHIVE_SUFFIXES]
+    for old in (path for pattern in (*_MADE, *others) for path in folder.glob(pattern)):
+        old.unlink()
 
 
 def pack_sources(tree: Path, folder: Path, architectures: Sequence[str], *, created: int) -> None:

@@ -1,7 +1,7 @@
 """Stores of all watched kinds, kept equal to the server's by reflectors, and the kinds that the server offers.
 
 It runs whether this process leads or not, so that a new leader knows everything at once. Which optional kinds exist is
-asked again every few minutes; a new one is watched before it counts as there. Only the groups that matter are asked, so
+asked again every few minutes; a new one is listed before it counts as there. Only the groups that matter are asked, so
 a dead aggregated API of someone else, which breaks a walk over all groups, does no harm.
 """
 
@@ -11,15 +11,16 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
 from hetero_api.contract import ANNOTATION_APPLIED
-from hetero_operator.cluster.kinds import OPTIONAL, POD, ResourceKind, kind_of, watched_kinds
+from hetero_operator.cluster.kinds import ALWAYS_WATCHED, OPTIONAL, POD, ResourceKind, kind_of, watched_kinds
 from hetero_operator.cluster.reflector import Reflector
 from hetero_operator.cluster.store import Key, NamespaceBudget, ObjectStore
 from hetero_operator.cluster.transport import Object, Transport
-from hetero_operator.errors import ApiError, NotFound, OverBudget
+from hetero_operator.errors import ApiError, NotFound, OverBudget, Refused, Unreachable
 from hetero_operator.reconcile.inventory import ObjectKey
 from hetero_operator.reconcile.model import Capabilities, ObjectRef, Plan
 from hetero_operator.timing import Backoff, unobserved
@@ -29,6 +30,8 @@ _MOST_ADMITTED: Final = 10_000
 """Objects changed by admission that are remembered; one that is forgotten is written once more."""
 _DIGITS: Final = re.compile(r"\d+")
 DISCOVERY_S: Final = 180.0
+OPTIONAL_S: Final = 60.0
+"""Longest wait for optional kinds to be listed."""
 MAX_LOOK_BYTES: Final = 4 * 2**20
 """Bodies that a look at one resource may read because they are not kept."""
 
@@ -49,6 +52,8 @@ async def _offered(api: Transport, kind: ResourceKind, known: Capabilities | Non
     except NotFound:
         return False
     except ApiError as error:
+        if known is None and not isinstance(error, Refused):
+            raise  # nobody can say yet whether groups that run and use it can go on
         logger.warning("%s does not say what it offers: %s", kind.api_version, error)
         return known is not None and known.has(kind.api_version, kind.kind)
     return has_kind(found, kind)
@@ -122,8 +127,12 @@ class ClusterCache:
     async def owned_by(self, owner: Key) -> tuple[list[Object], list[Object]]:
         """Return the objects of all kinds but Pod, and the pods, that carry the resource's label.
 
-        Bodies that are not kept are read. Raises ApiError, or OverBudget when these are too large for one look.
+        Bodies that are not kept are read. Raises ApiError, also while its namespace was not listed, or OverBudget when
+        these are too large for one look.
         """
+        for reflector in (one for kind in ALWAYS_WATCHED for one in self._reflectors.get(kind, ())):
+            if reflector.namespace == owner.namespace and not reflector.synced.is_set():
+                raise Unreachable(f"{reflector.kind.kind} of namespace {owner.namespace}: not listed yet")
         stores = {kind: store for kind, store in self._stores.items() if kind != POD}
         left_out = {kind: store.incomplete(owner) for kind, store in stores.items()}
         if sum(sum(sizes.values()) for sizes in left_out.values()) > MAX_LOOK_BYTES:
@@ -201,21 +210,37 @@ class ClusterCache:
         return [reflector for reflectors in self._reflectors.values() for reflector in reflectors]
 
     async def _adjust(self, found: Capabilities) -> None:
-        """Watch new kinds; publish the capabilities once these are filled; then stop the watches of kinds that went."""
-        if found == self._capabilities:
-            return
+        """Watch new kinds; publish the capabilities once these are filled; then stop the watches of kinds that went.
+
+        An optional kind that cannot be listed counts as one that is not offered, until it can.
+        """
         wanted = watched_kinds(found)
         for kind in wanted:
             if kind not in self._tasks:
                 self._start(kind)
-        await asyncio.gather(*(reflector.synced.wait() for reflector in self._all()))
+        await self._wait_for(ALWAYS_WATCHED)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(OPTIONAL_S):
+                await self._wait_for(wanted)
         await self._stop([kind for kind in self._tasks if kind not in wanted])
+        unlisted = {kind.kind for kind in wanted if not self._is_listed(kind)}
+        found = replace(found, kinds=frozenset(kind for kind in found.kinds if kind[1] not in unlisted))
+        if found == self._capabilities:
+            return
         self._capabilities = found
         major, minor = found.version
         offered = ", ".join(sorted(f"{kind} of {version}" for version, kind in found.kinds)) or "none"
         logger.info("Kubernetes %d.%d; optional kinds: %s", major, minor, offered)
         self.ready.set()
         self._on_capabilities()
+
+    async def _wait_for(self, kinds: Sequence[ResourceKind]) -> None:
+        await asyncio.gather(*(one.answered.wait() for kind in kinds for one in self._reflectors[kind]))
+
+    def _is_listed(self, kind: ResourceKind) -> bool:
+        """Return whether a kind was listed in all namespaces that let pods be listed."""
+        pairs = zip(self._reflectors[kind], self._reflectors[POD], strict=True)
+        return all(one.synced.is_set() or not pods.synced.is_set() for one, pods in pairs)
 
     def _start(self, kind: ResourceKind) -> None:
         store = self._stores[kind] = ObjectStore(kind, budget=self._budget)

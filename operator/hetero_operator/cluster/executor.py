@@ -111,6 +111,7 @@ class PlanExecution:
             self._failed(ref, error)
         else:
             self._remember(ref, made)
+            self._book.replaced.get(self._owner, {}).pop(ref.name, None)
 
     async def _values(self, ref: ObjectRef, secret: NewSecret) -> dict[str, str]:
         """Make up the values of a Secret; the one that it renews is deleted. Raises ApiError.
@@ -119,7 +120,10 @@ class PlanExecution:
         """
         values = {key: secrets.token_urlsafe(TOKEN_BYTES).encode() for key in secret.generated_keys}
         if secret.gateway_names:
-            stored = await self._data_of(ref) if secret.renews else {}
+            replaced = self._book.replaced.setdefault(self._owner, {})
+            if secret.renews:
+                replaced[ref.name] = await self._data_of(ref) or replaced.get(ref.name, {})
+            stored = replaced.get(ref.name, {})
             values |= await asyncio.to_thread(inside_certificates, secret.gateway_names, now_utc(), stored)
         if secret.renews:
             await self._make_way(ref, secret.renews)

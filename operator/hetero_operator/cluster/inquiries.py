@@ -138,6 +138,10 @@ class WarningBook:
         """Drop everything about a resource that is gone."""
         self._doubts.pop(owner, None)
 
+    def forget_all(self) -> None:
+        """Drop everything: only who leads asks, and a new leader begins anew."""
+        self._doubts.clear()
+
     async def run(self) -> None:
         """List Warnings again and again until cancelled."""
         while True:
@@ -201,6 +205,8 @@ class SecretBook:
 
     def __init__(self, api: Transport, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.store = ObjectStore(SECRET, secret_fields=("data", "stringData"))
+        self.replaced: dict[Key, dict[str, Mapping[str, bytes]]] = {}
+        """Data of Secrets that were deleted and whose successors are not there yet: their authorities go on."""
         self._api = api
         self._clock = clock
         self._asked: dict[Key, dict[str, float]] = {}
@@ -267,6 +273,7 @@ class SecretBook:
         """Drop everything about a resource that is gone."""
         self._asked.pop(owner, None)
         self._values.pop(owner, None)
+        self.replaced.pop(owner, None)
         for item in self.store.owned_by(owner):
             self.store.discard(owner.namespace, item["metadata"]["name"])
 

@@ -17,7 +17,7 @@ from hetero_api.contract import LABEL_NAME
 from hetero_operator.cluster.kinds import ResourceKind
 from hetero_operator.cluster.store import Key, ObjectStore, key_of
 from hetero_operator.cluster.transport import PAGE_SIZE, Transport
-from hetero_operator.errors import ApiError, Gone, NotFound
+from hetero_operator.errors import ApiError, Gone, NotFound, Refused
 from hetero_operator.timing import Backoff, unobserved
 
 logger = logging.getLogger(__name__)
@@ -49,11 +49,13 @@ class Reflector:
         self.store = store
         self.synced = asyncio.Event()
         """Set once the store was filled for the first time."""
+        self.answered = asyncio.Event()
+        """Set once it was filled, or its namespace refused to list, as one that is gone does."""
         self.problem = ""
         """The present problem, for a person; "" while listing and watching work."""
         self._api = api
         self._path = store.kind.path(namespace)
-        self._namespace = namespace
+        self.namespace = namespace
         self._on_change = on_change
         self._on_restart = on_restart
         self._backoff = backoff or Backoff()
@@ -89,12 +91,13 @@ class Reflector:
         version, _ = await fill_store(
             self.store,
             self._api,
-            namespace=self._namespace,
+            namespace=self.namespace,
             on_change=self._on_change,
             size=self._page_size,
             labelSelector=self._selector,
         )
         self.synced.set()
+        self.answered.set()
         self.problem = ""
         return version
 
@@ -118,9 +121,11 @@ class Reflector:
         if problem != self.problem:
             logger.warning("cannot list or watch %s", problem)
         self.problem = problem
+        if isinstance(error, Refused) and self.namespace is not None:
+            self.answered.set()
         if isinstance(error, NotFound):
             # The kind itself is gone, and its objects with it.
-            _tell(self._on_change, self.store.clear(namespace=self._namespace))
+            _tell(self._on_change, self.store.clear(namespace=self.namespace))
         await self._pause("error", error.retry_after_s)
 
     async def _pause(self, reason: str, at_least_s: float = 0.0) -> None:

@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from hetero_operator.cluster.kinds import RESOURCE
 from hetero_operator.cluster.reflector import fill_store
-from hetero_operator.cluster.store import Key, ObjectStore
+from hetero_operator.cluster.store import Key, ObjectStore, key_of
 from hetero_operator.cluster.transport import Transport
-from hetero_operator.errors import ApiError, NotFound
+from hetero_operator.errors import ApiError, NotFound, Refused
 from hetero_operator.reconcile.model import Object
 from hetero_operator.timing import Backoff
 
@@ -60,8 +60,10 @@ class Resources:
     def hear(self, change: str | None, item: Mapping[str, Any]) -> None:
         """Take in an event of a watch; its type is None for one from a list."""
         key = self.store.drop(item) if change == "DELETED" else self.store.put(item)
-        if change != "DELETED":
-            self._heard[Key(item["metadata"]["namespace"], item["metadata"]["name"])] = self._clock()
+        if change == "DELETED":
+            self._heard.pop(key_of(item), None)
+        else:
+            self._heard[key_of(item)] = self._clock()
         if key is not None:
             self._on_change(key)
 
@@ -109,12 +111,28 @@ class Resources:
             return
 
     async def _list(self) -> None:
+        """List in all namespaces; one of several that refuses, as one that is gone does, has no resources meanwhile."""
+        refusals: list[ApiError] = []
         for namespace in self._namespaces:
             begin = self._clock()
-            _, listed = await fill_store(self.store, self._api, namespace=namespace, on_change=self._on_change)
-            self._heard.update((key, begin) for key in listed)
+            try:
+                _, listed = await fill_store(self.store, self._api, namespace=namespace, on_change=self._on_change)
+            except Refused as error:
+                refusals.append(error)
+                if len(refusals) == len(self._namespaces):
+                    raise
+                self._clear(namespace)
+            else:
+                self._heard.update((key, begin) for key in listed)
         self.listed.set()
-        self.problem = ""
+        if refusals:
+            self._complain(refusals[0])
+        else:
+            self.problem = ""
+
+    def _clear(self, namespace: str | None = None) -> None:
+        for key in sorted(self.store.clear(namespace=namespace)):
+            self._on_change(key)
 
     def _complain(self, error: ApiError) -> None:
         problem = f"{RESOURCE.kind} cannot be listed: {error}"
@@ -123,5 +141,4 @@ class Resources:
         self.problem = problem
         if isinstance(error, NotFound):
             # The definition is gone, and with it every resource.
-            for key in sorted(self.store.clear()):
-                self._on_change(key)
+            self._clear()

@@ -41,6 +41,7 @@ CONNECT_TIMEOUT_S: Final = 10.0
 WATCH_SERVER_TIMEOUT_S: Final = 300
 WATCH_SILENCE_S: Final = 90.0
 """A watch that brings nothing for so long is dialled again: the host at its other end may be dead."""
+MAX_RETRY_AFTER_S: Final = 60.0
 CREDENTIALS_PAUSE_S: Final = 10.0
 PAGE_SIZE: Final = 500
 """Most objects of a page. The first has fewer, and the next ones as many as PAGE_BYTES allow by those seen so far."""
@@ -278,7 +279,8 @@ def _error(status: Mapping[str, Any], code: int, headers: Mapping[str, str]) -> 
     details = status.get("details") or {}
     after = headers.get("Retry-After") or details.get("retryAfterSeconds") or 0
     try:
-        retry_after_s = max(0.0, float(after))
+        # Proxies that are maintained ask for an hour, in which nothing would be healed.
+        retry_after_s = max(0.0, min(float(after), MAX_RETRY_AFTER_S))
     except ValueError:
         retry_after_s = 0.0  # a date: proxies may send one, API servers do not
     kind = _ERRORS.get(code, ApiError)

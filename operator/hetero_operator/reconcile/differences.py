@@ -2,7 +2,8 @@
 
 An object is applied when it does not exist, when it differs from our last write (a hash in an annotation shows that),
 or when somebody changed a field that we want. Further fields of the live object are not ours: defaults of the API
-server, and fields of others. Nothing is compared as text, so a server that orders a list-map differently causes no
+server, and fields of others. Only in selectors and NetworkPolicies may nobody add any, for these would select other
+pods, or open a door. Nothing is compared as text, so a server that orders a list-map differently causes no
 write.
 """
 
@@ -51,22 +52,25 @@ def needs_apply(wanted: Object, live: Object | None) -> bool:
     return live is None or not _holds(live, wanted, field="", kind=wanted["kind"])
 
 
-def _holds(live: Any, wanted: Any, *, field: str, kind: str) -> bool:
-    """Return whether `live` has all of `wanted`."""
+def _holds(live: Any, wanted: Any, *, field: str, kind: str, exact: bool = False) -> bool:
+    """Return whether `live` has all of `wanted`, and (`exact`) no field more."""
+    exact = exact or field == "selector" or (kind, field) == ("NetworkPolicy", "spec")
     if isinstance(wanted, Mapping):
-        return isinstance(live, Mapping) and all(
-            _holds(live.get(key), value, field=key, kind=kind) for key, value in wanted.items()
+        return (
+            isinstance(live, Mapping)
+            and not (exact and live.keys() - wanted.keys())
+            and all(_holds(live.get(key), value, field=key, kind=kind, exact=exact) for key, value in wanted.items())
         )
     if isinstance(wanted, list | tuple):
-        return _holds_list(live or (), wanted, field=field, kind=kind)
+        return _holds_list(live or (), wanted, field=field, kind=kind, exact=exact)
     return type(live) is type(wanted) and bool(live == wanted)
 
 
-def _holds_list(live: Any, wanted: Sequence[Any], *, field: str, kind: str) -> bool:
+def _holds_list(live: Any, wanted: Sequence[Any], *, field: str, kind: str, exact: bool) -> bool:
     keys = _PORT_KEYS.get(kind) if field == "ports" else MERGE_KEYS.get(field)
     if keys is None:
         return len(live) == len(wanted) and all(
-            _holds(a, b, field=field, kind=kind) for a, b in zip(live, wanted, strict=True)
+            _holds(a, b, field=field, kind=kind, exact=exact) for a, b in zip(live, wanted, strict=True)
         )
     by_key = {tuple(item.get(key) for key in keys): item for item in live}
     return all(_holds(by_key.get(tuple(item.get(k) for k in keys)), item, field=field, kind=kind) for item in wanted)

@@ -3,19 +3,22 @@
 A gateway is exposed when clients beyond its namespace reach it and it asks them neither for a key nor for a
 certificate. A spec that would expose it is refused, unless `spec.gateway.auth.mode: None` says so in as many words.
 What an earlier version exposed serves on, since its clients depend on it; the condition Exposed tells of it.
+
+A spec that opens doors and asks for proof at once opens them last: when no gateway is left that asks for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
-from hetero_api.contract import ANNOTATION_CLIENTS
+from hetero_api.contract import ANNOTATION_CLIENTS, COMPONENT_RESPONDER
 from hetero_api.spec import HeteroInferenceSpec
 from hetero_api.spec_access import AuthMode
 from hetero_api.spec_cluster import ClientSource
-from hetero_operator.reconcile.inventory import Inventory
+from hetero_operator.reconcile.inventory import Inventory, label_of
+from hetero_operator.reconcile.model import Object
 from hetero_operator.reconcile.names import Names
 
 _INSIDE: Final = "ClusterIP"
@@ -46,6 +49,33 @@ def clients_of(spec: HeteroInferenceSpec, names: Names, inventory: Inventory) ->
     annotations = policy["metadata"].get("annotations") or {}
     was = annotations.get(ANNOTATION_CLIENTS, Clients.AS_BEFORE)
     return Clients.AS_BEFORE if was == Clients.AS_BEFORE else Clients.NAMESPACE
+
+
+def held_doors(
+    spec: HeteroInferenceSpec, names: Names, inventory: Inventory, deployments: Iterable[Object]
+) -> dict[str, Any]:
+    """Return the fields that stay as they are while one of all `deployments` does not ask for the proof of the spec."""
+    doors = [item for item in deployments if label_of(item, "app.kubernetes.io/component") != COMPONENT_RESPONDER]
+    if not spec.gateway.asks_for_proof or is_asked_for(spec) or all(map(_asks_for_proof, doors)):
+        return {}
+    held: dict[str, Any] = {}
+    service = inventory.named("Service", names.resource)
+    if service is None or service["spec"].get("type", _INSIDE) == _INSIDE:
+        held["gateway"] = {"service": {"type": _INSIDE}}
+    policy = inventory.named("NetworkPolicy", names.gateway_account, group="networking.k8s.io")
+    annotations = {} if policy is None else policy["metadata"].get("annotations") or {}
+    if annotations.get(ANNOTATION_CLIENTS) == Clients.NAMESPACE:
+        held["networkPolicy"] = {"clientsFrom": Clients.NAMESPACE.value}
+    return held
+
+
+def _asks_for_proof(deployment: Object) -> bool:
+    """Return whether all pods of a gateway's or router's Deployment ask callers for a key or a certificate."""
+    arguments = deployment["spec"]["template"]["spec"]["containers"][0].get("args") or ()
+    status, generation = deployment.get("status") or {}, deployment["metadata"].get("generation")
+    is_old = status.get("observedGeneration", generation) != generation
+    others = status.get("replicas", 0) - status.get("updatedReplicas", 0)
+    return not (is_old or others) and any(option in arguments for option in ("--keys", "--client-ca-dir"))
 
 
 def exposure(spec: HeteroInferenceSpec, names: Names, inventory: Inventory) -> str:

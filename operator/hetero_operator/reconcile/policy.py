@@ -48,6 +48,10 @@ _PATCHED_NAMES: Final = {
 _REFERENCES: Final = ("secretKeyRef", "secretRef", "secret", "nodePublishSecretRef")
 """Fields of a pod that name a Secret by `name`."""
 
+_USERS: Final = "namespace_users"
+_OWNERS: Final = ("runAsUser", "runAsGroup", "fsGroup", "supplementalGroups")
+"""Fields of a pod that say whose files it reaches; null leaves that to the image."""
+
 
 class Use(NamedTuple):
     """A name that a spec uses, and the setting that has to allow it."""
@@ -62,6 +66,13 @@ class Use(NamedTuple):
 def violations(spec: HeteroInferenceSpec, policy: Policy) -> Iterator[str]:
     """Yield `path: message` of each field whose name the policy does not allow; it names the setting, too."""
     for setting, path, name in uses(spec):
+        if setting == _USERS:
+            if policy.namespace_users is not None:
+                yield (
+                    f"{path}: is not allowed here; whoever runs the operator gives each namespace a user of its own by "
+                    f"the setting {_USERS} (chart value namespaceUsers)"
+                )
+            continue
         allowed: tuple[str, ...] = getattr(policy, setting)
         allows = _holds_folder if setting == _FOLDERS else fnmatchcase
         if name and not any(allows(name, entry) for entry in allowed):
@@ -101,7 +112,9 @@ def _names_in(patch: Any, path: str) -> Iterator[Use]:
     items = enumerate(patch) if isinstance(patch, list) else patch.items() if isinstance(patch, Mapping) else ()
     for key, value in items:
         at = f"{path}[{key}]" if isinstance(patch, list) else f"{path}.{key}"
-        if isinstance(value, str) and key in _PATCHED_NAMES:
+        if key in _OWNERS:
+            yield Use(_USERS, at, str(value))
+        elif isinstance(value, str) and key in _PATCHED_NAMES:
             yield Use(_PATCHED_NAMES[key], at, value)
         elif key == "hostPath" and isinstance(value, Mapping) and "path" in value:
             yield Use(_FOLDERS, f"{at}.path", str(value["path"]))

@@ -16,7 +16,7 @@ from hetero_api.spec_cluster import GangScheduler
 from hetero_api.spec_types import MAX_WORKLOAD_NAME_LENGTH
 from hetero_operator.reconcile.exposure import exposing_fields, unguarded_router
 from hetero_operator.reconcile.inventory import Inventory, ObjectKey, label_of, taken_by_others
-from hetero_operator.reconcile.manifests.adaptation import broken_promises
+from hetero_operator.reconcile.manifests.adaptation import broken_promises, unconfined
 from hetero_operator.reconcile.manifests.config import stored_resource
 from hetero_operator.reconcile.manifests.gateway import gateway_additions, plain_gateway_template
 from hetero_operator.reconcile.manifests.optional_kinds import POD_GROUP, RESOURCE_CLAIM_TEMPLATE, device_class
@@ -64,6 +64,8 @@ def _objections(rendering: Rendering, inventory: Inventory) -> Iterator[tuple[Re
     yield Reason.INVALID_SPEC, _transition_problems(rendering, inventory)
     yield Reason.INVALID_SPEC, _exposing(rendering, inventory)
     yield Reason.INVALID_SPEC, list(unguarded_router(rendering.spec))
+    annotations = rendering.spec.pod_metadata.annotations
+    yield Reason.INVALID_SPEC, [f"spec.podMetadata.{problem}" for problem in unconfined(annotations)]
     yield Reason.NOT_ALLOWED, list(violations(rendering.spec, rendering.policy))
     if rendering.spec.gateway.pod_template or any(pool.pod_template for pool in rendering.spec.pools):
         yield Reason.INVALID_SPEC, list(_changed_pods(rendering))

@@ -25,7 +25,8 @@ from hetero_api.contract import LABEL_GATEWAY_REVISION, LABEL_REVISION, LABEL_RO
 from hetero_api.effects import Effect, fields_with
 from hetero_api.spec import HeteroInferenceSpec
 from hetero_api.spec_cluster import RolloutStrategy
-from hetero_operator.reconcile.inventory import Inventory, is_leaving, is_owned_by, label_of, ordinal_of
+from hetero_operator.reconcile.exposure import held_doors
+from hetero_operator.reconcile.inventory import DEPLOYMENT, Inventory, is_leaving, is_owned_by, label_of, ordinal_of
 from hetero_operator.reconcile.manifests.config import stored_resource
 from hetero_operator.reconcile.model import Object, Observed, Outcome, Plan
 from hetero_operator.reconcile.names import Names
@@ -113,10 +114,25 @@ def present_ordinals(observed: Observed) -> list[int]:
 
 def replicas_of(observed: Observed, spec: HeteroInferenceSpec) -> tuple[Replica, ...]:
     """Return all replicas, those included that are not asked for any more; `spec` is valid and the one as written."""
+    observed, spec = _with_doors_held(observed, spec)
     present = present_ordinals(observed)
     if spec.replicas <= 1 and present == [0] and not spec.rollout.surge:
         return (_lone(view_of(observed, 0), spec),)
     return tuple(_Rollout(observed, spec, present).replicas())
+
+
+def _with_doors_held(observed: Observed, spec: HeteroInferenceSpec) -> tuple[Observed, HeteroInferenceSpec]:
+    """Return the observation and its spec as long as the doors that this opens stay shut."""
+    first = view_of(observed, 0)
+    uid = observed.resource["metadata"]["uid"]
+    deployments = [item for item in observed.owned if item["kind"] == DEPLOYMENT and is_owned_by(item, uid)]
+    held = held_doors(spec, Names.of(first), Inventory.from_observed(first), deployments)
+    if not held:
+        return observed, spec
+    resource = {**observed.resource, "spec": _merged(observed.resource["spec"], held)}
+    narrower = read_spec(resource)
+    assert not isinstance(narrower, Refusal)
+    return replace(observed, resource=resource), narrower
 
 
 def judged_replicas(observed: Observed, *, is_refused: bool) -> tuple[Judged, ...]:

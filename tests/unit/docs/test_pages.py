@@ -25,7 +25,7 @@ pytestmark = pytest.mark.unit
 CHART = ROOT / "charts/heteroinference"
 HELM_COMMANDS = {"install", "upgrade", "uninstall", "rollback", "test"}
 HELM_OPTIONS = {"--version", "--namespace", "--create-namespace", "--set", "--take-ownership"}
-OTHER_KINDS = {"KubeletConfiguration", "Cluster", "PersistentVolume", "PersistentVolumeClaim"}
+OTHER_KINDS = {"KubeletConfiguration", "Cluster", "NetworkPolicy", "PersistentVolume", "PersistentVolumeClaim"}
 
 SCHEMA: dict[str, Any] = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 of_each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)

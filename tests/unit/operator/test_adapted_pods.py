@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -91,6 +92,26 @@ def test_a_changed_addition_restarts_what_it_is_about() -> None:
 
 
 CONTAINER: dict[str, Any] = {"name": "rank"}
+RESTRICTED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+LOOSER: list[tuple[dict[str, Any], str]] = [
+    ({"runAsNonRoot": False}, "runAsNonRoot"),
+    ({"privileged": True}, "privileged"),
+    ({"procMount": "Unmasked"}, "procMount"),
+    ({"seccompProfile": {"type": "Unconfined"}}, "seccompProfile"),
+    ({"appArmorProfile": {"type": "Unconfined"}}, "appArmorProfile.type"),
+    ({"seLinuxOptions": {"type": "spc_t"}}, "seLinuxOptions.type"),
+    ({"seLinuxOptions": {"user": "root"}}, "seLinuxOptions.user"),
+    ({"windowsOptions": {"hostProcess": True}}, "windowsOptions.hostProcess"),
+    ({"sysctls": [{"name": "kernel.msgmax", "value": "1"}]}, "sysctls"),
+]
+MALFORMED: list[dict[str, Any]] = [
+    {"spec": {"containers": [1]}},
+    {"spec": {"containers": [{"name": "s", "securityContext": RESTRICTED, "ports": [80]}]}},
+    {"spec": {"containers": [{**CONTAINER, "env": ["A"]}]}},
+    {"spec": {"volumes": ["x"]}},
+    {"spec": {"securityContext": {"seLinuxOptions": 1}}},
+    {"metadata": {"labels": "a"}},
+]
 BROKEN = {
     "a label of ours": ({"metadata": {"labels": {"heteroinference.io/role": "x"}}}, "heteroinference.io/role"),
     "the account": ({"spec": {"serviceAccountName": "root"}}, "spec.serviceAccountName"),
@@ -119,6 +140,23 @@ BROKEN = {
     "a port of the node": (
         {"spec": {"containers": [{"name": "s", "image": "s", "ports": [{"hostPort": 1}]}]}}, "spec.containers[s]"
     ),
+    **{
+        f"pod {json.dumps(context)}": ({"spec": {"securityContext": context}}, f"spec.securityContext.{field}")
+        for context, field in LOOSER
+    },
+    **{
+        f"{name} {json.dumps(context)}": (
+            {"spec": {"containers": [{"name": name, "securityContext": {**RESTRICTED, **context}}]}},
+            f"spec.containers[{name}].securityContext.{field}",
+        )
+        for name in ("rank", "sidecar")
+        for context, field in LOOSER
+    },
+    "a profile of old clusters": (
+        {"metadata": {"annotations": {"container.apparmor.security.beta.kubernetes.io/rank": "unconfined"}}},
+        "metadata.annotations.container.apparmor",
+    ),
+    **{f"malformed {json.dumps(patch)}": (patch, "is no patch of a pod") for patch in MALFORMED},
     "no pod at all": ({"spec": {"containers": {"name": "rank"}}}, "spec.containers"),
     "a field beside spec": ({"status": {"phase": "Running"}}, "status"),
 }  # fmt: skip
@@ -130,6 +168,33 @@ def test_a_patch_that_breaks_a_promise_is_refused_by_field(name: str) -> None:
     todo = world_of(pool={"podTemplate": patch}).plan()
     assert todo.refusal_reason == "InvalidSpec"
     assert any(problem.startswith("spec.pools[0].podTemplate") and field in problem for problem in todo.refusal)
+
+
+def test_what_restricted_allows_is_taken() -> None:
+    context = {
+        "runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "Localhost", "localhostProfile": "a"},
+        "appArmorProfile": {"type": "RuntimeDefault"}, "procMount": "Default", "seLinuxOptions": {"level": "s0:c1"},
+    }  # fmt: skip
+    world = world_of(pool={"podTemplate": {"spec": {"containers": [{**CONTAINER, "securityContext": context}]}}})
+    [rank] = template_of(world)["spec"]["containers"]
+    assert rank["securityContext"] == {**RESTRICTED, **context}
+
+
+def test_pods_that_have_a_profile_taken_away_by_metadata_are_refused() -> None:
+    world = world_of()
+    profile = "container.apparmor.security.beta.kubernetes.io/rank"
+    world.change({**world.resource["spec"], "podMetadata": {"annotations": {profile: "unconfined"}}})
+    assert world.plan().refusal[0].startswith(f"spec.podMetadata.annotations.{profile}: ")
+    world.change({**world.resource["spec"], "podMetadata": {"annotations": {profile: "localhost/own"}}})
+    assert not world.plan().refusal
+
+
+def test_patches_of_pools_that_share_a_pod_have_to_fit_together() -> None:
+    spec = replicated(1, topology={"colocate": "Pod"}, exchange={"kind": "SharedMemory"})
+    patches: list[dict[str, Any]] = [{"spec": {"hostname": "a"}}, {"spec": {"hostname": {"a": "b"}}}]
+    spec["pools"] = [{**spec["pools"][0], "name": f"p{i}", "podTemplate": patch} for i, patch in enumerate(patches)]
+    [problem] = OperatorWorld(resource_of("x", spec)).plan().refusal
+    assert problem.startswith("spec.pools[1].podTemplate: ")
 
 
 def test_patches_take_away_and_replace() -> None:

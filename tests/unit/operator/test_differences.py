@@ -71,6 +71,27 @@ def test_one_more_rule_of_a_network_policy_is_a_difference() -> None:
     assert needs_apply(applied, live)
 
 
+def maps(item: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Paths of all maps."""
+    inner = item.items() if isinstance(item, dict) else enumerate(item) if isinstance(item, list) else ()
+    found = [one for key, value in inner for one in maps(value, (*path, key))]
+    return [path, *found] if isinstance(item, dict) else found
+
+
+@pytest.mark.parametrize(("name", "below"), [("Service", ("spec", "selector")), ("NetworkPolicy", ("spec",))])
+def test_one_more_field_of_a_selector_or_of_a_policy_is_a_difference(name: str, below: tuple[str, ...]) -> None:
+    applied, live = pair(name)
+    paths = [path for path in maps(live) if path[: len(below)] == below]
+    assert paths
+    for path in paths:
+        changed = copy.deepcopy(live)
+        part = changed
+        for key in path:
+            part = part[key]
+        part["added"] = "x"
+        assert needs_apply(applied, changed), path
+
+
 def test_one_more_argument_is_a_difference() -> None:
     applied, live = pair("StatefulSet")
     live["spec"]["template"]["spec"]["containers"][0]["args"].append("--trace")

@@ -120,6 +120,19 @@ async def test_certificates_are_made_and_renewed_under_the_same_authority(bench:
     assert bench.book.store.owned_by(OWNER)[0]["metadata"]["uid"] == second["metadata"]["uid"]
 
 
+async def test_an_authority_goes_on_though_the_next_secret_is_refused_at_first(bench: Bench) -> None:
+    await bench.run(Plan(create=(certificates(),)))
+    first = bench.server.objects[f"{SECRETS}/x-inside-1"]
+    bench.server.faults.append(Fault("POST", SECRETS, refusal(403, "Forbidden", "exceeded quota")))
+    done = await bench.run(Plan(create=(certificates(first["metadata"]["uid"]),)))
+    assert [failure.kind for failure in done.failures] == [FailureKind.FORBIDDEN]
+    assert await bench.run(Plan(create=(certificates(),))) == Outcome()
+    assert bench.server.objects[f"{SECRETS}/x-inside-1"]["data"]["ca.crt"] == first["data"]["ca.crt"]
+    assert bench.book.replaced == {OWNER: {}}
+    bench.book.forget_resource(OWNER)
+    assert bench.book.replaced == {}
+
+
 async def test_certificates_that_were_renewed_meanwhile_stay(bench: Bench) -> None:
     await bench.run(Plan(create=(certificates(),)))
     before = bench.server.objects[f"{SECRETS}/x-inside-1"]

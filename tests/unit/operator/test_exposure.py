@@ -10,6 +10,7 @@ from hetero_api.contract import ANNOTATION_CLIENTS
 from hetero_operator.reconcile.inventory import ObjectKey
 from tests.support.operator_world import OperatorWorld
 from tests.support.render_cases import FULL, resource_of
+from tests.support.replica_scene import ReplicaScene
 from tests.support.status_scene import StatusScene
 
 pytestmark = pytest.mark.unit
@@ -115,6 +116,67 @@ def test_a_service_that_an_earlier_version_exposed_stays() -> None:
     assert not world.plan().refusal
     world.change(spec_of({"service": {"type": "NodePort"}}))
     assert world.plan().refusal[0].startswith("spec.gateway.service.type: NodePort")
+
+
+def doors(world: OperatorWorld) -> tuple[str, bool]:
+    """Type of the Service, and whether clients may be anywhere."""
+    return world.of_kind("Service")["x"]["spec"]["type"], door(world) == OPEN
+
+
+def guarded(world: OperatorWorld) -> set[str]:
+    """Deployments whose containers ask for keys."""
+    found = world.of_kind("Deployment").items()
+    return {name for name, item in found if "--keys" in item["spec"]["template"]["spec"]["containers"][0]["args"]}
+
+
+@pytest.mark.parametrize(("gateway", "policy"), [({**KEYS, **BALANCER}, {}), (KEYS, ALL), ({**KEYS, **BALANCER}, ALL)])
+def test_doors_open_when_all_replicas_ask_for_keys(gateway: dict[str, Any], policy: dict[str, Any]) -> None:
+    scene = ReplicaScene.of(3)
+    scene.change(gateway=gateway, networkPolicy=policy)
+    for _ in range(60):
+        scene.world.act(scene.world.plan())
+        scene.tell()
+        if len(guarded(scene.world)) < 3:
+            assert doors(scene.world) == ("ClusterIP", False)
+            assert scene.condition("Exposed")["status"] == "False"
+        scene.move()
+    assert doors(scene.world) == (gateway.get("service", {}).get("type", "ClusterIP"), True)
+
+
+def test_doors_of_one_gateway_open_when_its_last_pod_without_keys_is_gone() -> None:
+    world = running()
+    gateway = world.of_kind("Deployment")["x-gateway"]
+    world.change(spec_of({**KEYS, **BALANCER}))
+    world.act(world.plan())
+    gateway = world.of_kind("Deployment")["x-gateway"]
+    assert guarded(world) == {"x-gateway"}
+    for observed, updated in ((1, 1), (2, 0)):
+        gateway["status"] = {"observedGeneration": observed, "replicas": 1, "updatedReplicas": updated}
+        world.act(world.plan())
+        assert doors(world) == ("ClusterIP", False)
+    gateway["status"]["updatedReplicas"] = 1
+    world.reconcile()
+    assert doors(world) == ("LoadBalancer", True)
+
+
+def test_doors_wait_for_the_router_and_close_at_once() -> None:
+    world = running()
+    router = {"type": "SMG", "cacheIsolation": "Shared"}
+    world.change({**spec_of(), "router": router})
+    world.reconcile()
+    asking = {**spec_of(KEYS, ALL), "router": {**router, "keysSecretRef": {"name": "router"}}}
+    world.change(asking)
+    world.act(world.plan())
+    assert (doors(world), guarded(world)) == (("ClusterIP", False), {"x-gateway", "x-router"})
+    world.of_kind("Deployment")["x-router"]["status"] = {"replicas": 2, "updatedReplicas": 1}
+    world.reconcile()
+    assert doors(world) == ("ClusterIP", False)
+    del world.of_kind("Deployment")["x-router"]["status"]
+    world.reconcile()
+    assert doors(world) == ("ClusterIP", True)
+    world.change({**asking, "networkPolicy": {}, "gateway": {}})
+    world.act(world.plan())
+    assert doors(world) == ("ClusterIP", False)
 
 
 def test_the_condition_says_whether_strangers_get_in() -> None:

@@ -56,6 +56,15 @@ async def test_of_warnings_those_about_waiting_objects_are_kept_the_newest_first
     assert changed == [OWNER]
 
 
+async def test_who_leads_no_longer_asks_no_longer(server: ApiStandIn) -> None:
+    async with server.transport() as api:
+        book = WarningBook(api, on_change=lambda key: None)
+        book.about(OWNER, {"waits": LONG_AGO_S})
+        book.forget_all()
+        await book.ask()
+    assert server.calls == []
+
+
 async def test_nothing_is_asked_about_what_has_not_waited_for_long(server: ApiStandIn) -> None:
     async with server.transport() as api:
         book = WarningBook(api, on_change=lambda key: None)

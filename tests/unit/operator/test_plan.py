@@ -8,13 +8,27 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import yaml
 
 from hetero_api.contract import CONFIG_MANIFEST_KEY, CONFIG_TEMPLATES_KEY, LABEL_GATEWAY_REVISION
-from hetero_api.manifest import parse_manifest
+from hetero_api.effects import fields_with
+from hetero_api.manifest import parse_manifest, parse_resource
 from hetero_operator.reconcile.inventory import ObjectKey
 from hetero_operator.reconcile.model import Plan
+from hetero_operator.reconcile.revision import GATEWAY_EFFECTS
 from tests.support.operator_world import OperatorWorld
-from tests.support.render_cases import BARE, BUDGET, FULL, OLD, PLAIN, everything, resource_of
+from tests.support.render_cases import (
+    BARE,
+    BUDGET,
+    FULL,
+    OLD,
+    OPTIONS,
+    PLAIN,
+    UPGRADED,
+    everything,
+    render_cases,
+    resource_of,
+)
 
 SMALL = """
 model: {uri: hf://a/b}
@@ -94,6 +108,28 @@ def test_the_gateway_can_read_its_manifest() -> None:
     manifest = parse_manifest(config["data"][CONFIG_MANIFEST_KEY])
     assert manifest.metadata.name == "x"
     assert manifest.spec.model.uri == "hf://a/b"
+
+
+@pytest.mark.parametrize("name", render_cases())
+def test_a_manifest_without_defaults_is_read_as_what_was_written(name: str) -> None:
+    case = render_cases()[name]
+    plan = OperatorWorld(dict(case.resource), case.capabilities).plan()
+    config = next(item for item in plan.apply if item["kind"] == "ConfigMap")
+    read, written = parse_manifest(config["data"][CONFIG_MANIFEST_KEY]), parse_resource(case.resource)
+    found, wanted = (item.spec.model_dump(mode="json", by_alias=True, exclude_none=True) for item in (read, written))
+    assert fields_with(found, GATEWAY_EFFECTS) == fields_with(wanted, GATEWAY_EFFECTS)
+
+
+def test_an_old_gateway_beside_ranks_that_stay_reads_no_field_that_nobody_wrote() -> None:
+    world = running()
+    world.options = UPGRADED
+    world.change({**world.resource["spec"], "engine": {"maxNumSeqs": 32}})
+    world.reconcile()
+    gateway = world.of_kind("Deployment")["x-gateway"]["spec"]["template"]
+    assert gateway["spec"]["containers"][0]["image"] == OPTIONS.gateway_image
+    config = world.of_kind("ConfigMap")[f"x-{gateway['metadata']['labels'][LABEL_GATEWAY_REVISION]}"]
+    spec = yaml.safe_load(config["data"][CONFIG_MANIFEST_KEY])["spec"]
+    assert (spec["engine"], [*spec]) == ({"maxNumSeqs": 32}, ["engine", "model", "pools"])
 
 
 # --- healing --------------------------------------------------------------------------------------------

@@ -165,6 +165,30 @@ def test_each_namespace_has_one_user_of_its_own_out_of_the_range() -> None:
     assert users_of("team-7", Policy(namespace_users=(5, 5))) == {5}
 
 
+@pytest.mark.parametrize("part", ["pool", "gateway"])
+@pytest.mark.parametrize(
+    "patch",
+    [
+        {"securityContext": {"runAsUser": 1_000_000_042}},
+        {"securityContext": {"runAsUser": None}},
+        {"securityContext": {"runAsGroup": 1_000_000_042}},
+        {"securityContext": {"fsGroup": 1_000_000_042}},
+        {"securityContext": {"supplementalGroups": [0]}},
+        {"containers": [{"name": "rank", "securityContext": {"runAsUser": 1_000_000_042}}]},
+        {"initContainers": [{"name": "fetch", "securityContext": {"runAsGroup": 0}}]},
+    ],
+    ids=str,
+)
+def test_no_patch_takes_the_user_of_another_namespace(part: str, patch: dict[str, Any]) -> None:
+    subject = world({}, Policy(namespace_users=(1_000_000_000, 1_999_999_999)))
+    spec = subject.resource["spec"]
+    (spec["pools"][0] if part == "pool" else spec.setdefault("gateway", {}))["podTemplate"] = {"spec": patch}
+    plan = subject.plan()
+    assert plan.refusal_reason == "NotAllowed"
+    assert all("chart value namespaceUsers" in problem for problem in plan.refusal)
+    assert plan.refusal[0].startswith("spec.gateway." if part == "gateway" else "spec.pools[0].")
+
+
 def test_without_a_range_all_namespaces_have_the_same_user() -> None:
     assert users_of("team-a", Policy()) == users_of("team-b", Policy()) == {65532}
 

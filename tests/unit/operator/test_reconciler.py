@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hetero_api.contract import LABEL_NAME, LABEL_REVISION, LABEL_ROLE
+from hetero_api.contract import LABEL_NAME, LABEL_REPLICA, LABEL_REVISION, LABEL_ROLE
 from hetero_operator.authority import inside_certificates
 from hetero_operator.cluster.cache import ClusterCache
 from hetero_operator.cluster.executor import PlanExecution
@@ -89,9 +89,10 @@ class Bench:
         self.parts.resources.hear("ADDED", await self.server.put(PATH, {"spec": {}}))
 
     async def put_pod(
-        self, name: str, *, labels: dict[str, str] | None = None, owners: Sequence[Object] = (), **fields: Any
+        self, name: str, *, labels: dict[str, str] | None = None, owners: Sequence[Object] | None = None, **fields: Any
     ) -> None:
-        metadata = {"labels": {LABEL_NAME: "x", **(labels or {})}, "ownerReferences": list(owners)}
+        made = made_by("x-cpu", "StatefulSet") if owners is None else list(owners)
+        metadata = {"labels": {LABEL_NAME: "x", **(labels or {})}, "ownerReferences": made}
         item = {"metadata": metadata, **fields}
         stored = await self.server.put(f"/api/v1/namespaces/ns/pods/{name}", item)
         self.parts.cache._stores[ALWAYS_WATCHED[0]].put(stored)
@@ -220,6 +221,16 @@ async def test_a_resource_that_controls_too_much_is_not_looked_at_and_no_body_is
         await bench.reconciler().reconcile(KEY)
     assert bench.server.calls == []
     assert bench.parts.events.pending == 1, "its owner is told"
+
+
+async def test_a_stateful_set_that_nobody_controls_breaks_no_look(bench: Bench) -> None:
+    await bench.put_resource()
+    metadata = {"labels": {LABEL_NAME: "x"}, "creationTimestamp": "2026-01-01T00:00:00Z"}
+    orphan = {"metadata": metadata, "spec": {"replicas": 1}}
+    [store] = [store for kind, store in bench.parts.cache._stores.items() if kind.kind == "StatefulSet"]
+    store.put(await bench.server.put("/apis/apps/v1/namespaces/ns/statefulsets/x-cpu", orphan))
+    await bench.reconciler().reconcile(KEY)
+    assert [item["metadata"]["name"] for item in bench.seen[0].owned] == ["x-cpu"]
 
 
 async def test_nothing_is_made_for_a_resource_that_is_gone_unheard(bench: Bench) -> None:
@@ -360,6 +371,15 @@ async def test_a_pod_that_only_calls_itself_a_gateway_is_told_no_token(bench: Be
     assert bench.seen[-1].gateway.pod == "g"
 
 
+@pytest.mark.parametrize("owners", [[], made_by("y-cpu", "StatefulSet"), made_by("x-cpu", "Job")], ids=str)
+async def test_a_pod_that_has_only_the_labels_of_a_resource_does_not_count(bench: Bench, owners: list[Object]) -> None:
+    await bench.put_resource()
+    await bench.put_pod("stranger", labels={LABEL_REPLICA: "999"}, owners=owners, status={})
+    await bench.put_pod("x-cpu-0", status={})
+    await bench.reconciler().reconcile(KEY)
+    assert [pod["metadata"]["name"] for pod in bench.seen[-1].pods] == ["x-cpu-0"]
+
+
 async def test_a_gateway_without_a_deployment_of_ours_is_not_asked(bench: Bench) -> None:
     await bench.put_resource()
     await put_gateway(bench, "g", made_by("x-gateway-abc"), RUNS)
@@ -379,6 +399,25 @@ async def test_a_gateway_that_knows_certificates_is_asked_with_one_or_not_at_all
     await bench.server.put("/api/v1/namespaces/ns/secrets/x-inside-1", {"metadata": {}, "data": data})
     await bench.reconciler().reconcile(KEY)
     assert bench.seen[-1].gateway.error.startswith("UNAVAILABLE")
+
+
+@pytest.mark.parametrize("uses_tls", [True, False])
+async def test_a_gateway_is_asked_by_the_tls_that_it_has_whatever_is_written(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, uses_tls: bool
+) -> None:
+    asked: list[bool] = []
+
+    async def ask(pod: str, *_: Any, uses_tls: bool, **__: Any) -> GatewayReport:
+        asked.append(uses_tls)
+        return GatewayReport(pod)
+
+    monkeypatch.setattr(bench.parts.gateways, "ask", ask)
+    spec = {"spec": {} if uses_tls else {"gateway": {"tls": {"secretName": "tls"}}}}
+    bench.parts.resources.hear("ADDED", await bench.server.put(PATH, spec))
+    await put_deployment(bench, volumes=[{"name": "tls"}] if uses_tls else [])
+    await put_gateway(bench, "g", made_by("x-gateway-abc"), RUNS)
+    await bench.reconciler().reconcile(KEY)
+    assert set(asked) == {uses_tls}
 
 
 @pytest.mark.parametrize("takes_s", [0.5, 5.0])

@@ -9,7 +9,7 @@ import pytest
 
 from hetero_api.contract import POD_MODEL_DIR
 from hetero_api.spec_pools import PoolSpec
-from hetero_operator.reconcile.manifests.containers import device_numbers
+from hetero_operator.reconcile.manifests.containers import device_numbers, millis
 from tests.support.operator_world import OperatorWorld
 from tests.support.render_cases import render_cases
 from tests.support.restricted_profile import restricted_violations
@@ -212,3 +212,10 @@ def test_ranks_outlast_the_drain_of_a_gateway_that_is_stopped_with_them(drain_s:
     [rank] = pod["containers"]
     stop_grace_s = int(rank["args"][rank["args"].index("--stop-grace-s") + 1])
     assert drain_s + 20 <= stop_grace_s <= pod["terminationGracePeriodSeconds"] - 20
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(1500, "1500m"), (2000, "2"), (999_000, "999"), (1_000_000, "1k"), (1_500_000, "1500")]
+)
+def test_cores_are_written_as_the_api_server_writes_them(count: int, text: str) -> None:
+    assert millis(count) == text

@@ -43,8 +43,16 @@ async def test_statuses_are_errors_by_kind_with_their_reason_and_message(
     assert (caught.value.status, caught.value.reason, caught.value.message) == (code, "Because", "so it is")
 
 
-@pytest.mark.parametrize(("given", "seconds"), [("3", 3.0), ("0.5", 0.5), ("Wed, 21 Oct 2026 07:28:00 GMT", 0.0)])
-async def test_retry_after_is_seconds_and_a_date_is_none(server: ApiStandIn, given: str, seconds: float) -> None:
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        ("3", 3.0), ("0.5", 0.5), ("Wed, 21 Oct 2026 07:28:00 GMT", 0.0), ("-1", 0.0),
+        ("3600", 60.0), ("inf", 60.0), ("nan", 0.0),
+    ],
+)  # fmt: skip
+async def test_retry_after_is_seconds_up_to_a_minute_and_a_date_is_none(
+    server: ApiStandIn, given: str, seconds: float
+) -> None:
     server.faults.append(Fault("GET", "configmaps", refusal(429, headers={"Retry-After": given})))
     async with server.transport() as api:
         with pytest.raises(ApiError) as caught:

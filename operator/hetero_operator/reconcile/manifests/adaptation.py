@@ -7,7 +7,7 @@ lists replaced, null takes away. What comes out must still be a pod of ours: `br
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from hetero_api.spec import GatewaySpec
@@ -26,6 +26,19 @@ _VOLUME_SOURCES: Final = frozenset(
     }
 )  # fmt: skip
 """Those of Pod Security level Restricted, and folders of nodes, which the policy allows one by one."""
+_PROFILES: Final = ("RuntimeDefault", "Localhost")
+_SECURITY: Final[Mapping[str, Sequence[Any]]] = {
+    "runAsNonRoot": (True,), "privileged": (False,), "procMount": ("Default",), "windowsOptions.hostProcess": (False,),
+    "seccompProfile.type": _PROFILES, "appArmorProfile.type": _PROFILES,
+    "seLinuxOptions.type": ("container_t", "container_init_t", "container_kvm_t", "container_engine_t"),
+    "seLinuxOptions.user": (), "seLinuxOptions.role": (),
+}  # fmt: skip
+"""Fields of a securityContext, and what Restricted lets them be, if they are not left out."""
+_PROFILE_ANNOTATIONS: Final = (
+    "container.apparmor.security.beta.kubernetes.io/", "container.seccomp.security.alpha.kubernetes.io/",
+    "seccomp.security.alpha.kubernetes.io/",
+)  # fmt: skip
+"""Where old clusters read profiles."""
 _KEPT_OF_POD: Final = ("serviceAccountName", "automountServiceAccountToken", "enableServiceLinks")
 _KEPT_OF_CONTAINER: Final = ("image", "command", "args", "ports", "startupProbe", "livenessProbe", "readinessProbe")
 
@@ -64,15 +77,16 @@ def adapted(template: Object, additions: Sequence[Adaptation]) -> dict[str, Any]
 
 def broken_promises(template: Object, additions: Sequence[Adaptation]) -> Iterator[str]:
     """Yield `path: message` of each addition that makes a pod another than ours."""
-    for item in additions:
+    for number, item in enumerate(additions, start=1):
         if item.patch:
-            before = adapted(template, [Adaptation(item.path, item.env, item.volumes, {}, item.containers)])
+            before = adapted(template, [replace(item, patch={})])
             try:
-                after = merged(before, item.patch)
-            except TypeError as error:
-                yield f"{item.path}.podTemplate: {error}"
+                problems = list(_problems(before, merged(before, item.patch)))
+                adapted(template, additions[:number])  # patches of pools that share a pod have to fit together
+            except (AttributeError, TypeError) as error:
+                yield f"{item.path}.podTemplate: is no patch of a pod: {error}"
             else:
-                yield from (f"{item.path}.podTemplate.{problem}" for problem in _problems(before, after))
+                yield from (f"{item.path}.podTemplate.{problem}" for problem in problems)
 
 
 def merged(below: Mapping[str, Any], patch: Mapping[str, Any], *, path: str = "") -> dict[str, Any]:
@@ -169,6 +183,14 @@ def _metadata_problems(before: Object, after: Object) -> Iterator[str]:
         for key in sorted({*ours, *theirs}):
             if key.startswith(OWN_PREFIXES) and ours.get(key) != theirs.get(key):
                 yield f"metadata.{field}.{key}: is the operator's"
+    yield from (f"metadata.{problem}" for problem in unconfined(after.get("annotations") or {}))
+
+
+def unconfined(annotations: Mapping[str, str]) -> Iterator[str]:
+    """Yield `annotations.KEY: message` of each that takes a profile of Restricted away from a container."""
+    for key, value in annotations.items():
+        if key.startswith(_PROFILE_ANNOTATIONS) and not value.startswith(("runtime/default", "localhost/")):
+            yield f"annotations.{key}: Pod Security level Restricted forbids {value!r}"
 
 
 def _security_problems(path: str, before: Object, after: Object) -> Iterator[str]:
@@ -178,8 +200,15 @@ def _security_problems(path: str, before: Object, after: Object) -> Iterator[str
             yield f"{path}.securityContext.{field}: must stay {value!r}, as Pod Security level Restricted has it"
     if after.get("runAsUser") == 0:
         yield f"{path}.securityContext.runAsUser: must not be 0"
-    if after.get("privileged") or (after.get("capabilities") or {}).get("add"):
+    if (after.get("capabilities") or {}).get("add"):
         yield f"{path}.securityContext: Pod Security level Restricted forbids privileges"
+    if after.get("sysctls"):
+        yield f"{path}.securityContext.sysctls: are parameters of the kernel, which a pod leaves alone"
+    for field, allowed in _SECURITY.items():
+        section, _, leaf = field.partition(".")
+        found = (after.get(section) or {}).get(leaf) if leaf else after.get(section)
+        if found not in (None, "", *allowed):
+            yield f"{path}.securityContext.{field}: Pod Security level Restricted forbids {found!r}"
 
 
 def _container_problems(path: str, before: Sequence[Object], after: Sequence[Object]) -> Iterator[str]:

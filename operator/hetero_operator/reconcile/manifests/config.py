@@ -96,13 +96,20 @@ def _data(rendering: Rendering, templates: PodTemplates) -> dict[str, str]:
 
 
 def resolved_resource(rendering: Rendering) -> dict[str, Any]:
-    """Return the resource with its defaults filled in, as decoded YAML, without fields of Effect.NONE."""
-    spec = rendering.spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    """Return the resource as decoded YAML, without fields of Effect.NONE and without defaults.
+
+    A gateway beside ranks that stay has their image, and knows no field that was added since.
+    """
+    spec = rendering.spec.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
+    kept = fields_with(spec, GATEWAY_EFFECTS)
+    if "endpointPickerRef" in spec.get("router", {}):
+        # Of no use to a gateway, but without it type InferencePool is not valid.
+        kept["router"]["endpointPickerRef"] = spec["router"]["endpointPickerRef"]
     return {
         "apiVersion": f"{GROUP}/{API_VERSION}",
         "kind": KIND,
         "metadata": {"name": rendering.names.resource, "namespace": rendering.namespace},
-        "spec": fields_with(spec, GATEWAY_EFFECTS),
+        "spec": kept,
     }
 
 

@@ -286,7 +286,9 @@ def memory(count: int) -> str:
 
 
 def millis(count: int) -> str:
-    """Format thousandths of a core as the API server writes them: 1500m, 2."""
+    """Format thousandths of a core as the API server writes them: 1500m, 2, 3k."""
+    if count % 1_000_000 == 0:
+        return f"{count // 1_000_000}k"
     return f"{count}m" if count % 1000 else str(count // 1000)
 
 
