@@ -69,12 +69,14 @@ def read_model_file(path: Path, *, max_bytes: int) -> bytes:
     """
     try:
         with model_file(path, max_bytes=max_bytes).open("rb") as file:
-            data = file.read(max_bytes + 1)
+            # As many bytes as are asked for are allocated before any is read.
+            size = min(os.fstat(file.fileno()).st_size, max_bytes)
+            data = file.read(size + 1)
     except (FileNotFoundError, NotADirectoryError) as error:  # the latter where a GGUF file is named
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
     except OSError as error:
         raise unreadable_model(path, error) from error
-    if len(data) > max_bytes:
+    if len(data) > size:
         raise ModelError(f"{path}: grows while it is read")
     return data
 
