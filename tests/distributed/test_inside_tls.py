@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -33,7 +34,9 @@ from tests.support.wire import Wire
 
 pytestmark = pytest.mark.distributed
 
-POD_IP = "127.0.0.2"
+_ADDRESSES = (each for found in psutil.net_if_addrs().values() for each in found if each.family == socket.AF_INET)
+POD_IP = next((each.address for each in _ADDRESSES if not each.address.startswith("127.")), "127.0.0.1")
+"""An address of this machine that is not the loopback's, if it has one."""
 PROMPT = b"the secret prompt"
 TOKENS = {"group": "the-groups-own-token", "admin": "the-administrators-token"}
 PORTS = ("inference", "admin", "ranks", "http", "metrics", "health")
