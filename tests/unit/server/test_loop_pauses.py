@@ -24,7 +24,9 @@ from tests.unit.server.gateway_process import GatewayProcess
 
 pytestmark = pytest.mark.unit
 
-MAX_PAUSE_S = 0.1
+MAX_PAUSE_S = 0.25
+MAX_GAP_S = 0.1
+"""Of another stream, beside a prompt of four megabytes."""
 MAX_GROWTH_BYTES = 64 * 1024 * 1024
 """A message and its fields, a few times over."""
 MAX_MODEL_LEN = 820_000
@@ -104,7 +106,7 @@ def test_a_long_request_does_not_pause_the_others(gateway: GatewayProcess, stub:
 def test_another_stream_goes_on_beside_a_long_request(gateway: GatewayProcess, stub: Any, name: str) -> None:
     """Its longest gap is measured where a person would see it, up to three times as above."""
     gaps: list[float] = []
-    while len(gaps) < 3 and (not gaps or gaps[-1] >= MAX_PAUSE_S):
+    while len(gaps) < 3 and (not gaps or gaps[-1] >= MAX_GAP_S):
         sampling = pb.SamplingParams(max_tokens=MAX_MODEL_LEN // 2, ignore_eos=True, seed=1)
         stream = stub.Generate(_generate(text="a", sampling=sampling), timeout=100)
         times = [time.monotonic() for _ in zip(range(3), stream, strict=False)]
@@ -118,7 +120,7 @@ def test_another_stream_goes_on_beside_a_long_request(gateway: GatewayProcess, s
         gaps.append(max(after - before for before, after in itertools.pairwise(times)))
         print(f"\n{name}: {len(times)} events, longest gap {gaps[-1]:.3f} s")
         assert len(times) > 20
-    assert min(gaps) < MAX_PAUSE_S
+    assert min(gaps) < MAX_GAP_S
 
 
 def _refused(address: str, request: pb.GenerateRequest) -> None:
