@@ -149,7 +149,7 @@ async def _run(folder: Path, max_model_len: int) -> None:
         await bench.join()
         # What is imported and made once is not what is measured.
         await read_all(bench.inference().Generate(request("hello", sampling=sampling(max_tokens=2))))
-        # As the program `hetero_gateway` does: what is there now is not looked through again whenever garbage is collected.
+        # As the program `hetero_gateway` does: collections leave out what is there now.
         gc.collect()
         gc.freeze()
         server: Any = bench.gateway
