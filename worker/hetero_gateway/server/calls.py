@@ -113,6 +113,11 @@ async def answering(context: Context, method: str, account: Account | None = Non
         await abort(context, status)
 
 
+def host_of(context: Context) -> str:
+    """Return the host that a call comes from, as gRPC writes it, without the port."""
+    return str(context.peer()).rpartition(":")[0]
+
+
 def when_over(context: Context, callback: Callable[[], object]) -> None:
     """Call `callback` as soon as the call has ended, by either side."""
     bound: Any = lambda _: callback()  # noqa: E731 - grpc's stubs type callbacks as a class that does not exist

@@ -23,7 +23,7 @@ from hetero_api.errors import HeteroError
 from hetero_gateway.server.access.limits import Meters
 from hetero_gateway.server.access.principals import Guard
 from hetero_gateway.server.access.tracing import note_arrival
-from hetero_gateway.server.calls import Context, abort, status_of
+from hetero_gateway.server.calls import Context, RpcStatus, abort, host_of, status_of
 from hetero_gateway.server.errors import BindError
 
 logger = logging.getLogger(__name__)
@@ -201,21 +201,19 @@ class _MessageInterceptor(grpc.aio.ServerInterceptor):
         return stream
 
     async def _message(self, messages: AsyncIterator[Any], context: Context) -> Any:
-        host = str(context.peer()).rpartition(":")[0]
+        host = host_of(context)
         if self._silent[host] >= MAX_SILENT_CALLS:
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_SILENT_CALLS} calls of this host have sent no message"
-            )
+            problem = f"{MAX_SILENT_CALLS} calls of this host have sent no message"
+            await abort(context, RpcStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, problem))
         self._silent[host] += 1
         try:
             async with asyncio.timeout(MESSAGE_TIMEOUT_S):
                 return await anext(messages)
         except TimeoutError:
-            await context.abort(
-                grpc.StatusCode.DEADLINE_EXCEEDED, f"the call's message did not come within {MESSAGE_TIMEOUT_S:g} s"
-            )
+            problem = f"the call's message did not come within {MESSAGE_TIMEOUT_S:g} s"
+            await abort(context, RpcStatus(grpc.StatusCode.DEADLINE_EXCEEDED, problem))
         except StopAsyncIteration:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
+            await abort(context, RpcStatus(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message"))
         finally:
             self._silent[host] -= 1
             if not self._silent[host]:

@@ -22,7 +22,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from hetero_gateway.group.rendezvous import Group
-from hetero_gateway.server.calls import Context, RpcStatus, abort, clip
+from hetero_gateway.server.calls import Context, RpcStatus, abort, clip, host_of
 
 WHOLE_SERVER: Final = ""
 MAX_WATCHERS: Final = 512
@@ -63,7 +63,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # th
 
     async def Watch(self, request: Any, context: Context) -> AsyncIterator[Any]:  # noqa: N802
         """Stream the service's status, now and whenever it changes. Ends with RESOURCE_EXHAUSTED for one too many."""
-        host, watching = context.peer().rpartition(":")[0], [*self._watchers.values()]
+        host, watching = host_of(context), [*self._watchers.values()]
         if len(watching) >= MAX_WATCHERS or watching.count(host) >= MAX_WATCHERS_A_HOST:
             message = f"at most {MAX_WATCHERS} may watch, and {MAX_WATCHERS_A_HOST} of one machine; use Check"
             await abort(context, RpcStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, message))

@@ -114,6 +114,11 @@ def prompt_logprobs(
     return _logprobs(logits, targets, _Shards(tuple(head_ranges), exchange))
 
 
+def has_all_rows(head_ranges: Sequence[UnitRange]) -> bool:
+    """Return whether rank 0 has the whole vocabulary."""
+    return all(not rows.size for rows in head_ranges[1:])
+
+
 def gather_logits(logits: torch.Tensor, head_ranges: Sequence[UnitRange], exchange: Exchange) -> torch.Tensor:
     """Return whole rows of all shards' logits on the host, on every rank: float32 [draws, vocabulary]."""
     if exchange.world_size == 1:
@@ -137,8 +142,7 @@ class _Shards:
 
     @property
     def are_one(self) -> bool:
-        """Whether rank 0 has the whole vocabulary."""
-        return all(not rows.size for rows in self.head_ranges[1:])
+        return has_all_rows(self.head_ranges)
 
     def decide_alone(self, sampler: ShardSampler) -> bool:
         """Return whether the sampler makes whole draws: of one shard, of no more tokens than have numbers."""

@@ -23,7 +23,7 @@ import torch
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.exchange import all_can
-from hetero_worker.layers.sampler import sample_tokens
+from hetero_worker.layers.sampler import has_all_rows, sample_tokens
 from hetero_worker.runners.base import SampledToken, StepOutput
 from hetero_worker.runners.recorded.sampling import MAX_STEPS
 from hetero_worker.runners.running_step import StepContext
@@ -50,7 +50,7 @@ def is_plain(plan: ranks_pb2.StepPlan, context: StepContext) -> bool:
     if not may_lead(plan):
         return False
     samplings = [context.cache.slots.sampling(slot) for slot in plan.decode_slots]
-    takes_filters = all(not rows.size for rows in context.head_ranges[1:])
+    takes_filters = has_all_rows(context.head_ranges)
     return all(sampling.is_plain and (takes_filters or not sampling.is_filtered) for sampling in samplings)
 
 
