@@ -228,8 +228,8 @@ def _logprobs(
     logits: torch.Tensor, targets: Sequence[TokenTarget], shards: _Shards
 ) -> list[logprobs_pb2.TokenLogprobs]:
     """Return the targets' log-probabilities, from a row of logits each; empty on all ranks but rank 0."""
-    if not targets:
-        return []
+    if not targets or (shards.are_one and shards.exchange.rank != 0):
+        return []  # where rank 0 has all rows, the others neither send nor receive
     own = shards.own
     sizes = [[target.message_size(shard.size) for target in targets] for shard in shards.filled]
     message = pack_shard(logits, targets, own.begin) if own.size else None

@@ -261,8 +261,8 @@ class PlanRunner:
     def _multi_step_from(self, plan: ranks_pb2.StepPlan, exchange: Exchange) -> MultiStep | None:
         """Begin a multi-step with the plan, which was taken in; None if its step does not draw by itself."""
         cache = self._model_state.cache
-        if cache is None:
-            return None
+        if cache is None or self._model_state.shard is None:
+            return None  # a rank asleep, in part or whole, takes commands
         context = self._context(cache, exchange)
         multi_step = self._multi_steps.begin(plan, context) if is_plain(plan, context) else None
         if multi_step is not None:
