@@ -86,7 +86,9 @@ _NOTES: Final = """
 a Triton kernel.
 
 **Latent attention** (DeepSeek-V3) caches one vector a token and layer, 576 elements for DeepSeek-V3, on each rank that
-holds heads, and computes with it as it is, in prefill too.
+holds heads. CPU ranks compute with it as it is, in prefill too: a row's bits must not depend on the rows beside it.
+GPUs do so for rows that decode; for longer spans of prompts they make each head's keys and values of it again where
+that takes fewer products, unless `engine.batchInvariant` is on.
 
 **KV heads of two kinds** (Gemma 4) are dealt in units that all layers have: their largest common divisor, 4 for 31B
 and 2 for 26B-A4B. A layer with more KV heads has several in each unit.

@@ -156,9 +156,7 @@ _STREAMED_CHUNK: Final = 8192
 _MISSES: Final = """
 What differs by more than 30 % has its reasons:
 
-- Streamed prompts of MiniMax-M2 are predicted by the full rates of bus and GPU, which no system reaches. Those of
-  DeepSeek-V3 take long here for another reason: latent attention multiplies prompts, too, with the compressed cache,
-  which is several times the work of keys and values that are made of it.
+- Streamed prompts of MiniMax-M2 are predicted by the full rates of bus and GPU, which no system reaches.
 - Prefill on a CPU depends on kernels more than on hardware. KTransformers 0.3 was a preview; the same team states 418
   tokens/s for later kernels on a Xeon of that generation (*AMX.md*, 2025). llama.cpp used neither AMX nor all cores'
   rate for these widths.

@@ -174,6 +174,13 @@ class LatentShape:
         """Elements of a token in the cache."""
         return self.rank + self.rope_dim
 
+    @property
+    def expanded_elements(self) -> int:
+        """Elements that a head's key and value of a token take while they are made: a part of the key, the key, the
+        value, and the value at least as wide as the key.
+        """
+        return self.nope_dim + self.query_dim + self.value_dim + max(self.query_dim, self.value_dim)
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:

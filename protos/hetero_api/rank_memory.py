@@ -36,6 +36,8 @@ EXPERT_ROWS: Final = 128
 """Tokens that go through an expert at a time, at most: it bounds memory however unevenly tokens are routed."""
 SCORES_AT_ONCE: Final = 1 << 24
 """Scores of latent attention that torch makes at a time, if one row has fewer."""
+EXPANDED_AT_ONCE: Final = 1 << 27
+"""Elements of heads' keys and values that latent attention on a device makes at a time of what is cached, at most."""
 DELTA_CHUNK: Final = 64
 """Tokens of a sequence whose gated delta rule torch computes at a time."""
 SEQUENCES_AT_ONCE: Final = 16
@@ -328,7 +330,8 @@ class ModelMemory:
         if config.latent is not None:
             gathered = 2 * self.limits.max_model_len * config.head_dim * self._gathered_bytes
             scores = min(config.num_heads * pairs, max(SCORES_AT_ONCE, config.num_heads * self.limits.max_model_len))
-            return masks + gathered + FLOAT_BYTES * _CAPPED_SCORES_AT_ONCE * scores + self._compressed_of_step
+            attending = max(FLOAT_BYTES * _CAPPED_SCORES_AT_ONCE * scores, self._expanded_step)
+            return masks + gathered + attending + self._compressed_of_step
         if config.attention_soft_cap is None and not config.has_sinks:
             return masks
         return masks + FLOAT_BYTES * _CAPPED_SCORES_AT_ONCE * config.group_size * pairs
@@ -338,6 +341,15 @@ class ModelMemory:
         """Return the bytes of what latent attention compresses, beside its heads; thrice, as all of attention."""
         width = self.config.attention_params_beside // self.config.hidden_size
         return 3 * self.limits.max_num_batched_tokens * width * self.element_bytes
+
+    @property
+    def _expanded_step(self) -> int:
+        """Return the bytes of heads' keys and values that a device makes again of what latent attention caches."""
+        latent = self.config.latent
+        if latent is None or self.threads:
+            return 0
+        elements = self.config.num_heads * self.limits.max_model_len * latent.expanded_elements
+        return min(EXPANDED_AT_ONCE, elements) * self.element_bytes
 
     @property
     def prefix_step(self) -> int:

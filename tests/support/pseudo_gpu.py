@@ -12,6 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.profiler import ProfilerActivity
 
+from hetero_api.model_config import ModelConfig
+from hetero_worker.attention.base import AttentionBackend, LatentExpansion
+from hetero_worker.attention.torch_paged import TorchPagedAttention
 from hetero_worker.backends.base import Measurement, Work
 from hetero_worker.backends.cuda.backend import CudaBackend
 from hetero_worker.backends.cuda.driver import CudaDriver
@@ -117,6 +120,11 @@ class PseudoGpu(TorchOperators, CudaBackend):
         self, index: int = 0, *, memory_bytes: int = MEMORY_BYTES, make_graphs: MakeGraphs | None = None
     ) -> None:
         CudaBackend.__init__(self, index, pool="test", driver=PlayedDriver(index, memory_bytes, make_graphs))
+
+    def attention(self, config: ModelConfig, *, batch_invariant: bool) -> AttentionBackend:
+        """Torch's, which expands spans of latent attention as GPUs do, and short ones, too."""
+        expansion = None if config.latent is None else LatentExpansion(config.latent, least_rows=2)
+        return TorchPagedAttention(self.device, batch_invariant=batch_invariant, expansion=expansion)
 
     def bandwidth(self) -> float:
         return TorchReference(memory_bytes=self.memory_bytes).bandwidth()

@@ -162,11 +162,19 @@ class Rates:
 
     def decode(self, dtype: str, rows: float, context: float, cache_dtype: str = "") -> PartTime:
         """Return the time of rows that decode, each over `context` tokens; unit: a KV head."""
-        return self._attention(dtype, rows, cache_dtype or dtype, tokens=rows * context, pairs=rows * context)
+        pairs = rows * context
+        return self._attention(dtype, rows, cache_dtype or dtype, tokens=pairs, flops=self._flops_of(pairs))
 
     def prefill(self, dtype: str, rows: float, pairs: float, cache_dtype: str = "") -> PartTime:
         """Return the time of rows of prompts with `pairs` pairs of query and key; unit: a KV head."""
-        return self._attention(dtype, rows, cache_dtype or dtype, tokens=pairs / rows, pairs=pairs)
+        tokens, flops, latent = pairs / rows, self._flops_of(pairs), self._config.latent
+        if latent is not None and self._speeds.to_device_bandwidth:
+            # As `attention.base.LatentExpansion` chooses: the rows' own tokens take no more products than their queries
+            # and results do otherwise.
+            before = max(0.0, tokens - rows / 2)
+            expanding = 2 * latent.rank * (latent.nope_dim + latent.value_dim) * before
+            flops = min(flops, 2 * (latent.query_dim + latent.value_dim) * pairs + expanding)
+        return self._attention(dtype, rows, cache_dtype or dtype, tokens=tokens, flops=flops)
 
     def mlp(self, dtype: str, rows: float) -> PartTime:
         """Return the time of a dense MLP; unit: 64 columns."""
@@ -193,18 +201,21 @@ class Rates:
         read = UNIT * self._kept(dtype).vocabulary.row_bytes(self._config.hidden_size)
         return PartTime(0.0, self._seconds(dtype, read, 2 * params * rows))
 
-    def _attention(self, dtype: str, rows: float, cache_dtype: str, *, tokens: float, pairs: float) -> PartTime:
-        """`tokens` whose keys and values are read, `pairs` of a row and a token that it attends to."""
+    def _flops_of(self, pairs: float) -> float:
+        """Return what attention of a KV head takes for pairs of a row and a token that it attends to."""
+        return 4 * self._config.group_size * self._config.head_dim * pairs
+
+    def _attention(self, dtype: str, rows: float, cache_dtype: str, *, tokens: float, flops: float) -> PartTime:
+        """`tokens` whose keys and values are read, `flops` beside projections."""
         config = self._config
         params = config.attention_params_per_kv_head
         heads = config.num_kv_heads
         cached = config.cached_elements(heads) / heads * element_bytes(cache_dtype)
         cached *= len(config.attention_layers) / config.num_layers
         read = self._kept(dtype).mean_head_bytes(config) + tokens * cached
-        flops = 2 * params * rows + 4 * config.group_size * config.head_dim * pairs
         beside = config.attention_params_beside
         fixed = self._seconds(dtype, beside * element_bytes(dtype), 2 * beside * rows)
-        return PartTime(fixed, self._seconds(dtype, read, flops))
+        return PartTime(fixed, self._seconds(dtype, read, 2 * params * rows + flops))
 
     def _kept(self, dtype: str) -> KeptWeights:
         return KeptWeights(self._config.weights, element_bytes(dtype), self._weight_bits)

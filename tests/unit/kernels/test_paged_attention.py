@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_worker.attention.base import AttentionRule, DecodeRows, StepAttention
+from hetero_api.model_parts import LatentShape
+from hetero_worker.attention.base import AttentionRule, DecodeRows, LatentExpansion, StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.attention.torch_paged import TorchPagedAttention
 from hetero_worker.attention.triton_paged import TritonPagedAttention
@@ -378,6 +379,22 @@ def test_latent_attention_of_published_widths(dtype: torch.dtype) -> None:
 def test_latent_rows_that_are_split() -> None:
     case = latent_case(32, 16, group=20, decode=[700, 390])
     check_latent(case, 32, latent_attended(case, 32, num_programs=64))
+
+
+def test_spans_that_are_expanded_are_left_to_the_layer() -> None:
+    """The other rows are asked for, and get what they get beside spans that are not expanded."""
+    shape = LatentShape(48, query_rank=None, nope_dim=16, rope_dim=16, value_dim=16)
+    case = latent_case(48, 16, group=3, decode=[70, 5], spans=[(30, 3), (0, 40), (9, 2)])
+    backend = TritonPagedAttention(
+        DEVICE, head_dim=64, group_size=3, value_dim=48, expansion=LatentExpansion(shape, least_rows=8), num_programs=16
+    )
+    step, whole = backend.begin(case.batch), latent_attended(case, 48)
+    assert step.expanded == case.batch.prefills[1:]
+    rest = step.expanded[0].begin
+    assert rest == 5
+    assert torch.equal(step.attend_written(case.query[:rest], case.cache, RULE), whole[:rest])
+    only = latent_case(48, 16, group=3, spans=[(0, 40)])
+    assert backend.begin(only.batch).expanded == only.batch.prefills
 
 
 def test_latent_rows_have_the_same_bits_alone_in_any_piece_of_a_prompt() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hetero_api.model_parts import LatentShape
+from hetero_api.rank_memory import EXPANDED_AT_ONCE
 from hetero_worker.attention.kv_cache import LayerCache
 
 IntArray = npt.NDArray[np.int32]
@@ -91,6 +93,44 @@ class AttentionBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentExpansion:
+    """The choice of spans for which latent attention makes keys and values of each head again from what is cached.
+
+    A pair of a row and a token then takes far fewer products than in the cache's space, but each token must be brought
+    to all heads. Rows that are computed one way and another differ in the last bits.
+    """
+
+    shape: LatentShape
+    least_rows: int = 64
+    """A shorter span is not worth launches of its own."""
+
+    def split(self, batch: AttentionBatch) -> tuple[AttentionBatch, tuple[PrefillSpan, ...]]:
+        """Return the batch without its last spans, and these: from one on for which it pays, all of which fit."""
+        spans = batch.prefills
+        kept = len(spans)
+        for i in reversed(range(len(spans))):
+            if not self.heads_at_once(spans[i]):
+                break
+            if self._pays(spans[i]):
+                kept = i
+        return (batch, ()) if kept == len(spans) else (replace(batch, prefills=spans[:kept]), spans[kept:])
+
+    def heads_at_once(self, span: PrefillSpan) -> int:
+        """Return for how many heads keys and values of the span's tokens may be in memory together."""
+        return EXPANDED_AT_ONCE // (span.length * self.shape.expanded_elements)
+
+    def _pays(self, span: PrefillSpan) -> bool:
+        """Return whether it takes fewer products: a row's query and result are brought to the cache's space and back
+        by as many as a token is expanded by.
+        """
+        shape, rows = self.shape, span.end - span.begin
+        saved_a_pair = shape.cached_dim + shape.rank - shape.query_dim - shape.value_dim
+        pairs = rows * span.num_computed + rows * (rows + 1) // 2
+        expanding = span.num_computed * shape.rank * (shape.nope_dim + shape.value_dim)
+        return rows >= self.least_rows and expanding < pairs * saved_a_pair
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionRule:
     """How a layer attends. Layers of one model may differ in it."""
 
@@ -112,6 +152,10 @@ class StepAttention(ABC):
     """The batch's, see AttentionBatch."""
     batch: AttentionBatch
     """The step's sequences, for layers that keep states of them."""
+    expanded: tuple[PrefillSpan, ...] = ()
+    """The last spans, if latent attention is to expand their tokens: `attend_written` is not asked for these rows."""
+    expansion: LatentExpansion | None = None
+    """What chose them."""
 
     def once(self, make: Callable[[AttentionBatch], Made]) -> Made:
         """Return `make(batch)`, which is called for the first layer and kept for the others of the step."""

@@ -22,7 +22,14 @@ import torch
 from torch.nn import functional as F
 
 from hetero_api.rank_memory import SCORES_AT_ONCE
-from hetero_worker.attention.base import AttentionBackend, AttentionBatch, AttentionRule, IntArray, StepAttention
+from hetero_worker.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionRule,
+    IntArray,
+    LatentExpansion,
+    StepAttention,
+)
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.memory.streams import HOST, to_device
 
@@ -33,9 +40,17 @@ class TorchPagedAttention(AttentionBackend):
     It keeps nothing from step to step, and gathers one sequence at a time, which the budget's `prefix_step` counts.
     """
 
-    def __init__(self, device: torch.device = HOST, *, batch_invariant: bool = False, reason: str = "") -> None:
-        """`reason`: why no faster attention serves, for reports."""
+    def __init__(
+        self,
+        device: torch.device = HOST,
+        *,
+        batch_invariant: bool = False,
+        reason: str = "",
+        expansion: LatentExpansion | None = None,
+    ) -> None:
+        """`reason`: why no faster attention serves, for reports. `expansion`: of latent attention's long spans."""
         self._device = device
+        self._expansion = None if batch_invariant else expansion
         self._by_row = batch_invariant
         self._reason = reason
 
@@ -47,13 +62,16 @@ class TorchPagedAttention(AttentionBackend):
 
     def begin(self, batch: AttentionBatch) -> StepAttention:
         """Return the batch's attention. Indices are made by the first layer that needs them."""
-        return _TorchStep(batch, self._device, by_row=self._by_row)
+        return _TorchStep(batch, self._device, by_row=self._by_row, expansion=self._expansion)
 
 
 class _TorchStep(StepAttention):
-    def __init__(self, batch: AttentionBatch, device: torch.device, *, by_row: bool) -> None:
-        self.batch, self.slot_mapping = batch, batch.slot_mapping
-        self._sequences = list(_sequences(batch))
+    def __init__(
+        self, batch: AttentionBatch, device: torch.device, *, by_row: bool, expansion: LatentExpansion | None
+    ) -> None:
+        self.batch, self.slot_mapping, self.expansion = batch, batch.slot_mapping, expansion
+        kept, self.expanded = (batch, ()) if expansion is None else expansion.split(batch)
+        self._sequences = list(_sequences(kept))
         self._device = device
         self._by_row = by_row
         self._views: dict[int | None, list[_View]] = {}

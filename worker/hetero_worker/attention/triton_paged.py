@@ -29,6 +29,7 @@ from hetero_worker.attention.base import (
     AttentionRule,
     DecodeRows,
     IntArray,
+    LatentExpansion,
     StepAttention,
 )
 from hetero_worker.attention.kv_cache import LayerCache
@@ -57,12 +58,14 @@ class TritonPagedAttention(AttentionBackend):
         head_dim: int,
         group_size: int,
         value_dim: int | None = None,
+        expansion: LatentExpansion | None = None,
         batch_invariant: bool = False,
         num_programs: int,
     ) -> None:
         """Support layers of this head_dim and `group_size` query heads per KV head.
 
         `value_dim`, of latent attention: values are the first elements of keys; the others of a result are zeros.
+        `expansion`: of its long spans.
         Decode rows are cut into splits for `num_programs` programs: as many as the device runs at a time.
         Raises ValueError for shapes that the kernels lack.
         """
@@ -72,6 +75,7 @@ class TritonPagedAttention(AttentionBackend):
         self._num_programs = num_programs
         self._is_invariant = batch_invariant
         self._value_dim = value_dim
+        self._expansion = None if batch_invariant else expansion
         # Rows are cut only until there are so many splits; these are the splits' partial sums.
         split_bytes = group_size * (head_dim + 2) * torch.float32.itemsize
         self.gather_bytes = 0 if batch_invariant else _MOST_TURNS * self._num_programs * split_bytes
@@ -89,7 +93,12 @@ class TritonPagedAttention(AttentionBackend):
             _check_is_prepared(batch, self._prepared)
         num_programs = None if self._is_invariant else self._num_programs
         return _TritonStep(
-            batch, self._prepared, device=self._device, num_programs=num_programs, value_dim=self._value_dim
+            batch,
+            self._prepared,
+            device=self._device,
+            num_programs=num_programs,
+            value_dim=self._value_dim,
+            expansion=self._expansion,
         )
 
     def reserve(self, *, max_rows: int, max_blocks: int, block_size: int) -> None:
@@ -133,9 +142,11 @@ class _TritonStep(StepAttention):
         device: torch.device,
         num_programs: int | None,
         value_dim: int | None,
+        expansion: LatentExpansion | None,
     ) -> None:
         """`num_programs` None: batch-invariant."""
-        self.batch, self.slot_mapping = batch, batch.slot_mapping
+        self.batch, self.slot_mapping, self.expansion = batch, batch.slot_mapping, expansion
+        self._kept, self.expanded = (batch, ()) if expansion is None else expansion.split(batch)
         self._tables = tables
         self._device = device
         self._num_programs = num_programs
@@ -148,7 +159,7 @@ class _TritonStep(StepAttention):
         if not len(query):
             return out
         if self._tables is None:
-            self._tables = _tables_of(self.batch, block_size=cache.block_size, device=self._device)
+            self._tables = _tables_of(self._kept, block_size=cache.block_size, device=self._device)
         tables, scoring = self._tables, Scoring(rule.scale, rule.window, rule.soft_cap, rule.sinks)
         paged = PagedKeys(
             cache.keys, cache.values, cache.block_size, tables.tables, tables.lengths, value_dim=self._value_dim

@@ -1,21 +1,28 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) of one rank's heads.
 
 A token's cache is one vector for all heads, `LatentShape.cached_dim` elements, so every rank that holds heads caches
-the same vectors, and computes them itself. Keys and values of a head are never made: a matrix of the head brings its
-query to the cache's space, attention is that of many query heads with one KV head, and another matrix brings the result
-back. Both are halves of the checkpoint's `kv_b_proj`, and stay floats.
+the same vectors, and computes them itself. A matrix of each head brings its query to the cache's space, attention is
+that of many query heads with one KV head, and another matrix brings the result back. Both are halves of the
+checkpoint's `kv_b_proj`, and stay floats.
+
+Devices make long spans cheaper (`LatentExpansion`): the same matrices make each head's keys and values of the cached
+vectors, some heads at a time, and attention is the usual one. Host cores do not, since the bits of a row must not
+depend on the rows beside it.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
 import torch
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.model_parts import LatentShape, RowOrder
 from hetero_api.sharding import UnitRange
-from hetero_worker.attention.base import AttentionRule, StepAttention
+from hetero_worker.attention.base import AttentionBatch, AttentionRule, PrefillSpan, StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import TensorSlice
@@ -26,7 +33,7 @@ from hetero_worker.layers.linear_kernels import LinearKernel, PackedHeads
 from hetero_worker.layers.norm import ResidualStream, RmsNorm
 from hetero_worker.layers.packing import floats_dtype
 from hetero_worker.layers.rotary import Rotation
-from hetero_worker.memory.streams import HOST
+from hetero_worker.memory.streams import HOST, to_device
 
 _EPS: Final = 1e-6
 """Of norms of compressed vectors, whatever the model's other norms have."""
@@ -100,12 +107,40 @@ class LatentAttention(Attention):
         norm = LatentNorm(self._cached_norm.weight, self._cached_norm.eps)
         write = LatentWrite(cache.keys, attention.slot_mapping)
         in_cache_space = self._ops.rotate_latent(query, self._cached(normed), rotation, norm, write)
-        self._by_head.to_cache(query[:, :, : shape.nope_dim], in_cache_space[:, :, : shape.rank])
-        attended = attention.attend_written(in_cache_space, cache, self._rule).view(in_cache_space.shape)
         width = self._num_heads * shape.value_dim
         values = self._ops.empty(len(normed), width, dtype=normed.dtype, device=normed.device)
-        self._by_head.from_cache(attended[:, :, : shape.rank], values.view(len(normed), -1, shape.value_dim))
+        by_head = values.view(len(normed), -1, shape.value_dim)
+        for span in attention.expanded:
+            rows = slice(span.begin, span.end)
+            parts = query[rows, :, : shape.nope_dim], in_cache_space[rows, :, shape.rank :]
+            self._attend_expanded(torch.cat(parts, dim=2), span, attention, cache, by_head[rows])
+        rest = attention.expanded[0].begin if attention.expanded else len(normed)
+        if rest:
+            query, in_cache_space = query[:rest], in_cache_space[:rest]
+            self._by_head.to_cache(query[:, :, : shape.nope_dim], in_cache_space[:, :, : shape.rank])
+            attended = attention.attend_written(in_cache_space, cache, self._rule).view(in_cache_space.shape)
+            self._by_head.from_cache(attended[:, :, : shape.rank], by_head[:rest])
         return self._output(values)
+
+    def _attend_expanded(
+        self, query: torch.Tensor, span: PrefillSpan, attention: StepAttention, cache: LayerCache, out: torch.Tensor
+    ) -> None:
+        """Attend with a span's rotated queries [rows, heads, query_dim]; write `out` [rows, heads, value_dim]."""
+        assert attention.expansion is not None
+        slots = attention.once(_CachedSlots).of(span, cache.block_size)
+        cached = cache.keys.index_select(0, slots).squeeze(1).to(query.dtype)
+        step = attention.expansion.heads_at_once(span)
+        for first in range(0, self._num_heads, step):
+            heads = slice(first, first + step)
+            keys, values = self._by_head.expand(cached, heads)
+            attended = F.scaled_dot_product_attention(
+                query[:, heads].transpose(0, 1).unsqueeze(0),
+                keys.unsqueeze(0),
+                values.unsqueeze(0),
+                attn_mask=causal_lower_right(len(query), len(cached)),
+                scale=self._rule.scale,
+            )
+            out[:, heads] = attended[0, :, :, : self._shape.value_dim].transpose(0, 1)
 
     def _query_source(self, normed: torch.Tensor) -> torch.Tensor:
         """Return what queries are made of: [tokens, hidden or query_rank]."""
@@ -149,6 +184,36 @@ class _HeadMatrices:
     def from_cache(self, attended: torch.Tensor, out: torch.Tensor) -> None:
         """Write [tokens, heads, value_dim] of [tokens, heads, rank]."""
         self._products[1](attended, out)
+
+    def expand(self, cached: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of some heads, both [heads, tokens, query_dim], of cached [tokens, cached_dim].
+
+        Narrower values end in zeros: torch's fastest attention wants them as wide as keys. Only for weights that no
+        kernel has packed.
+        """
+        to_cache, from_cache = (weight[heads] for weight in self.tensors)
+        latent, rope = cached[:, : self._shape.rank], cached[:, self._shape.rank :]
+        width = max(self._shape.query_dim, self._shape.value_dim)
+        values = cached.new_zeros(len(to_cache), len(cached), width)
+        values[:, :, : self._shape.value_dim] = latent @ from_cache.transpose(1, 2)
+        keys = torch.cat([latent @ to_cache, rope.expand(len(to_cache), -1, -1)], dim=2)
+        return keys, values
+
+
+class _CachedSlots:
+    """Where the cached vectors of a step's spans lie, made for its first layer."""
+
+    def __init__(self, batch: AttentionBatch) -> None:
+        self._device = batch.slot_mapping.device
+        self._of: dict[int, torch.Tensor] = {}
+
+    def of(self, span: PrefillSpan, block_size: int) -> torch.Tensor:
+        """Return int32 [tokens]."""
+        if span.begin not in self._of:
+            positions = np.arange(span.length, dtype=np.int32)
+            slots = span.block_ids[positions // block_size] * block_size + positions % block_size
+            self._of[span.begin] = to_device(torch.from_numpy(slots), self._device)
+        return self._of[span.begin]
 
 
 def _compressed_norm(name: str, width: int, ops: FusedOps) -> RmsNorm:

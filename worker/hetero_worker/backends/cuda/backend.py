@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity
 from hetero_api.errors import ModelError
 from hetero_api.model_config import ModelConfig
 from hetero_api.v1 import ranks_pb2
-from hetero_worker.attention.base import AttentionBackend
+from hetero_worker.attention.base import AttentionBackend, LatentExpansion
 from hetero_worker.attention.torch_paged import TorchPagedAttention
 from hetero_worker.backends.base import DeviceBackend, Measurement, Work
 from hetero_worker.backends.cuda.driver import CudaDriver
@@ -149,6 +149,7 @@ class CudaBackend(DeviceBackend):
     def attention(self, config: ModelConfig, *, batch_invariant: bool) -> AttentionBackend:
         """See `DeviceBackend.attention`."""
         shapes, value_dim = _attention_shapes(config), None if config.latent is None else config.latent.rank
+        expansion = None if config.latent is None else LatentExpansion(config.latent)
         problems = [self._triton_problem]
         if config.latent is not None and batch_invariant:
             problems.append("torch norms and rotates what latent attention caches")
@@ -156,13 +157,13 @@ class CudaBackend(DeviceBackend):
         problem = next(filter(None, problems), None)
         if problem is not None:
             _refuse_if(batch_invariant, problem)
-            return TorchPagedAttention(self.device, reason=problem)
+            return TorchPagedAttention(self.device, reason=problem, expansion=expansion)
         from hetero_worker.attention.triton_paged import TritonPagedAttention  # imports triton
 
         programs = _PROGRAMS_PER_MULTIPROCESSOR * self._driver.num_multiprocessors
         return TritonPagedAttention(
             self.device, head_dim=max(dim for dim, _ in shapes), group_size=max(group for _, group in shapes),
-            value_dim=value_dim, batch_invariant=batch_invariant, num_programs=programs,
+            value_dim=value_dim, expansion=expansion, batch_invariant=batch_invariant, num_programs=programs,
         )  # fmt: skip
 
     def linear(self, dtype: torch.dtype, *, batch_invariant: bool) -> LinearKernel:
