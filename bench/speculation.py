@@ -339,14 +339,14 @@ def main() -> int:
     home, said = BenchHome.from_environment(), describe()
     print(json.dumps(said))
     problems: list[str] = []
+    path = RESULTS / f"speculation-{time.strftime('%Y-%m-%d-%H%M%S')}.json"
     for name in options.model:
         for width in options.width:
             said[f"{name}, {width} bits"], below = measure_model(name, width, home, options)
             problems += below
-    said["missed"] = problems
-    path = RESULTS / f"speculation-{time.strftime('%Y-%m-%d-%H%M%S')}.json"
-    path.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote bench/results/{path.name}", *problems, sep="\n")
+            said["missed"] = problems
+            path.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+            print(f"wrote bench/results/{path.name}", *below, sep="\n", flush=True)
     return 1 if problems else 0
 
 

@@ -44,6 +44,8 @@ SEQUENCES_AT_ONCE: Final = 16
 """Sequences that decode whose states torch computes at a time."""
 SNAPSHOT_PART: Final = 8
 """One part in so many of the memory that is left for the KV cache is for snapshots of states, if layers keep states."""
+WHOLE_LOGITS: Final = 1 << 22
+"""Logits of whole rows that ranks which share the vocabulary bring together at a time, for draws with filters."""
 LOGITS_AT_ONCE: Final = 3
 """Logits, scores made of them, and noise."""
 WORKSPACE_MARGIN: Final = 0.125
@@ -409,7 +411,11 @@ class ModelMemory:
         """Return the bytes of both halves of a layer, and of the output head."""
         heads = _most_heads(shard)
         held = self.holder_step + heads * self.prefix_step if heads else 0
-        return self._residual_of(self.limits.max_num_batched_tokens) + held + LOGITS_AT_ONCE * self.logits_bytes(shard)
+        logits = LOGITS_AT_ONCE * self.logits_bytes(shard)
+        if shard.head_rows.size < self.config.vocab_size:
+            whole = min(WHOLE_LOGITS, self.limits.max_num_seqs * self.config.vocab_size)
+            logits += (2 + LOGITS_AT_ONCE) * LOGIT_BYTES * whole  # two for steps that are recorded
+        return self._residual_of(self.limits.max_num_batched_tokens) + held + logits
 
     def _halves(self, shard: RankShard) -> tuple[int, int, int]:
         """Return the bytes of a layer's attention, dense MLP, and MLP of experts with those of all tokens."""

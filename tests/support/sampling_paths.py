@@ -49,7 +49,6 @@ class AlternatingSampler:
     """Sampler of a mixed group: by turns the device's and the host's, as shards happen to come."""
 
     name = "mixed"
-    decides = False
 
     def __init__(self) -> None:
         self._device = device_sampler()
@@ -64,11 +63,10 @@ class AlternatingSampler:
         is_whole: bool = False,
         unknown: UnknownTokens | None = None,
     ) -> StartedDraws:
-        assert not is_whole
         assert unknown is None
         self._turn += 1
         sampler: ShardSampler = self._device if self._turn % 2 else HOST_SAMPLER
-        return sampler.start(rows, logits, begin)
+        return sampler.start(rows, logits, begin, is_whole=is_whole)
 
     def to_host(self, logits: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
         return self._device.to_host(logits, chosen)

@@ -34,10 +34,6 @@ class _OneAtATime(TritonSamplingKernels):
         with self._turn:
             return super().noisy_best(*args)
 
-    def noise_at(self, *args: Any) -> torch.Tensor:
-        with self._turn:
-            return super().noise_at(*args)
-
 
 KEYS = [NoiseKey(2**64 - 1, 3), NoiseKey(0, 0), NoiseKey(7, 2**40 + 5)]
 
@@ -49,14 +45,6 @@ def keys_of(keys: Sequence[NoiseKey]) -> torch.Tensor:
 def _row(seed: int, **fields: Any) -> SamplingRow:
     defaults = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "position": seed % 97}
     return SamplingRow(**{**defaults, "seed": seed, **fields})
-
-
-def test_noise_is_numpys_but_for_roundings() -> None:
-    ids = torch.tensor([[0, 1, 7, 8, 150_000], [2**31, 5, 4, 3, 2], [9, 9, 63, 64, 65]])
-    drawn = TritonSamplingKernels().noise_at(keys_of(KEYS), ids)
-    for key, own, numbers in zip(KEYS, ids.tolist(), drawn.tolist(), strict=True):
-        exact = [float(noise.gumbel_noise([key], begin=each, count=1)[0, 0]) for each in own]
-        assert numbers == pytest.approx(exact, rel=2e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize(("begin", "count"), [(0, 1), (3, 6), (64, 200), (129, 2100), (1, 4096)])

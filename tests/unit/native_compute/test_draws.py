@@ -24,10 +24,9 @@ from hetero_worker.native.compute_library import choose_op, step_on_op
 from hetero_worker.native.op_queue import OpQueue
 from hetero_worker.runners.recorded.sampling import MAX_STEPS, NativeSampling
 from hetero_worker.sampling import noise
-from hetero_worker.sampling.decision import decide_filtered
 from hetero_worker.sampling.noise import COARSE, NoiseKey
 from hetero_worker.sampling.request import SamplingRow, SequenceSampling
-from hetero_worker.sampling.shard import MAX_IDS, candidates_of_shard, native_best, noisy_best, scaled_logits
+from hetero_worker.sampling.shard import MAX_IDS, native_best, noisy_best
 from tests.support.examples import examples
 from tests.support.native_compute import TEAMS, compute_library, computing_with, op_queue_of
 from tests.support.sampling_reference import sampling_of
@@ -121,8 +120,7 @@ def draw(
 def assert_left(op_queues: dict[int, OpQueue], x: FloatArray, rows: Sequence[SamplingRow]) -> None:
     """Draws with filters are those of all columns in their order, decided in float64."""
     logits = torch.from_numpy(x)
-    candidates = candidates_of_shard(scaled_logits(logits, rows, range(len(rows)), 0), rows, 0, wants_all=True)
-    expected = [decide_filtered([its], row) for its, row in zip(candidates, rows, strict=True)]
+    expected = noisy_best(logits, rows, 0)[:, 1].tolist()
     for size, op_queue in op_queues.items():
         best = native_best(op_queue, logits, rows, 0)
         assert best[:, 1].tolist() == expected, size

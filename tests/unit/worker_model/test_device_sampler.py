@@ -20,7 +20,7 @@ from hetero_worker.sampling.base import HOST_SAMPLER, UnknownTokens
 from hetero_worker.sampling.device import DeviceSampler
 from hetero_worker.sampling.device_edits import edit_logits
 from hetero_worker.sampling.device_kernels import TorchSamplingKernels, filter_logits, first_columns
-from hetero_worker.sampling.noise import NoiseKey, gumbel_noise, words_at, words_of_range
+from hetero_worker.sampling.noise import NoiseKey, gumbel_noise, words_of_range
 from hetero_worker.sampling.request import SamplingRow, SequenceSampling
 from hetero_worker.sampling.shard import best_first
 from tests.support.examples import examples
@@ -66,8 +66,6 @@ def test_words_are_numpys_to_the_bit() -> None:
     for begin, count in ((0, 1), (3, 6), (63, 5), (64, 64), (2**31, 9)):
         words = words_of_range(_bits(KEYS), begin, count)
         assert words.tolist() == [noise._draw_words(key, begin, count).tolist() for key in KEYS]
-        ids = torch.arange(begin, begin + count).expand(len(KEYS), -1)
-        assert torch.equal(words_at(_bits(KEYS), ids), words)
 
 
 @pytest.mark.parametrize("coarse", [256, 2**31])
@@ -76,8 +74,6 @@ def test_noise_by_torchs_operators_is_the_hosts_to_the_bit(coarse: int, monkeypa
     monkeypatch.setattr(noise, "COARSE", coarse)
     whole = gumbel_noise(KEYS, begin=40, count=150)
     assert torch.equal(noise.noise_of_range(_bits(KEYS), 40, 150), whole)
-    ids = torch.tensor([[45, 130, 40], [51, 52, 53], [180, 41, 48]])
-    assert torch.equal(noise.noise_at(_bits(KEYS), ids), whole.gather(1, ids - 40))
 
 
 @settings(max_examples=examples(100))
@@ -98,7 +94,7 @@ def test_candidates_come_in_the_one_order(size: int, share: float, levels: int, 
     np.testing.assert_array_equal(columns.numpy(), [best_first(row, count) for row in values])
 
 
-def test_a_step_takes_one_copy_of_two_numbers_a_draw_or_some_more_of_a_shard() -> None:
+def test_a_step_takes_one_copy_of_two_numbers_a_draw() -> None:
     logits = torch.randn(7, 2000, generator=torch.Generator().manual_seed(1)) * 3
     edited = random_draw(0, vocabulary=2000).row
     assert edited.edits is not None
@@ -106,9 +102,8 @@ def test_a_step_takes_one_copy_of_two_numbers_a_draw_or_some_more_of_a_shard() -
     copies = _Copies()
     sampler = DeviceSampler(HOST, TorchSamplingKernels(), copies.start)
     sampler.start(rows, logits, 0, is_whole=True).read()
-    assert copies.shapes == [(2 * 7,)]
     sampler.start(rows[:3], logits[:3], 0).read()
-    assert copies.shapes[1:] == [(2 * 3 + 2 + 3 * 256,)]
+    assert copies.shapes == [(7, 2), (3, 2)]
 
 
 def test_sampling_leaves_the_logits_alone() -> None:
@@ -214,10 +209,6 @@ def _draws_noise_of_other_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(noise, "words_of_range", lambda keys, begin, count: words_of_range(keys, begin + 8, count))
 
 
-def _draws_candidates_noise_of_other_rows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(noise, "words_at", lambda keys, ids: words_at(keys, ids - ids.min()))
-
-
 def _keys_noise_without(column: int) -> Callable[[pytest.MonkeyPatch], None]:
     def mutate(patch: pytest.MonkeyPatch) -> None:
         def mutant(keys: Any) -> torch.Tensor:
@@ -234,8 +225,7 @@ def _orders_by_column_alone(patch: pytest.MonkeyPatch) -> None:
     def mutant(scaled: torch.Tensor, count: int) -> torch.Tensor:
         return torch.arange(count).expand(len(scaled), -1).contiguous()
 
-    for module in (device, device_kernels):
-        patch.setattr(module, "first_columns", mutant)
+    patch.setattr(device_kernels, "first_columns", mutant)
 
 
 def _forgets(name: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -272,7 +262,6 @@ def _ends_nuclei_one_token_too(far: int) -> Callable[[pytest.MonkeyPatch], None]
 
 MUTANTS = {
     "noise of other rows": (_draws_noise_of_other_rows, "unedited"),
-    "noise of other rows in candidates": (_draws_candidates_noise_of_other_rows, "unedited"),
     "noise without the seed": (_keys_noise_without(0), "unedited"),
     "noise without the position": (_keys_noise_without(1), "unedited"),
     "the order of columns": (_orders_by_column_alone, "unedited"),

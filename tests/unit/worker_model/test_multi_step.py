@@ -24,12 +24,13 @@ from hetero_worker.runners import running_step
 from hetero_worker.runners.base import SampledToken, StepOutput
 from hetero_worker.runners.plan_runner import PlanRunner
 from hetero_worker.runners.recorded import multi_step
+from hetero_worker.runners.recorded import sampling as recorded_sampling
 from hetero_worker.runners.recorded.sampling import MAX_STEPS
 from tests.support.rank_group import GREEDY, PlanBuilder, RankGroup, Shares
 from tests.support.shm_threads import exchanges
 from tests.support.step_scripts import Release, Script, Start, Steps, one_by_one, plans_of, serve, slots_of, together
 from tests.support.thread_exchange import run_ranks
-from tests.support.tiny_checkpoints import TinyCheckpoint, save_tiny
+from tests.support.tiny_checkpoints import VOCAB_SIZE, TinyCheckpoint, save_tiny
 
 pytestmark = pytest.mark.unit
 
@@ -44,6 +45,7 @@ LAYOUTS = {"one": ONE, "two": TWO, "three": THREE, "stages": STAGES, "helped": H
 SAMPLED = ranks_pb2.Sampling(temperature=0.8, top_p=1.0, seed=5)
 HOT = ranks_pb2.Sampling(temperature=3.0, top_p=1.0, seed=2**64 - 1)
 FILTERED = ranks_pb2.Sampling(temperature=0.8, top_p=0.7, seed=5)
+FEW = ranks_pb2.Sampling(temperature=1.3, top_k=9, top_p=0.9, min_p=0.01, seed=2**63)
 LATE_DRAWS = ranks_pb2.Sampling(temperature=1.0, top_p=1.0, seed=6, end_token_ids=[3, 14], min_tokens=7)
 PENALISED = ranks_pb2.Sampling(temperature=0.0, top_p=1.0, repetition_penalty=1.7)
 LATE_END = ranks_pb2.Sampling(temperature=0.0, top_p=1.0, end_token_ids=[3, 14], min_tokens=7)
@@ -73,6 +75,10 @@ SCRIPTS: dict[str, Script] = {
         Start(0, [7, 150, 3]), Start(1, [1, 2, 3, 4, 5, 6], SAMPLED), Start(2, [9], HOT), Steps(9, [2, 0, 1]),
         Steps(7, [1, 2, 0]), Release(0), Start(0, [7, 150, 3], HOT), Steps(6, [2, 0, 1]), Release(2), Steps(6, [1, 0]),
         Start(3, [5, 6], LATE_DRAWS), Steps(14, [0, 3, 1]),
+    ),
+    "draws with filters": (
+        Start(0, [7, 150, 3], FILTERED), Start(1, [1, 2, 3, 4, 5, 6], FEW), Start(2, [9]), Steps(9, [2, 0, 1]),
+        Release(2), Start(3, [5], HOT), Steps(9, [1, 3, 0]),
     ),
     "an end that is barred at first": (Start(0, [7, 150, 3], LATE_END), Start(1, [4, 4]), Steps(16, [0, 1])),
     "a prefix": (
@@ -156,7 +162,7 @@ def test_ranks_need_not_agree_on_where_runs_begin_and_end(
     assert mixed == asked
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "with noise"])
+@pytest.mark.parametrize("sampling", [GREEDY, HOT, FEW], ids=["greedy", "with noise", "with filters"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_of_a_run_is_one_call_and_no_more(
     checkpoint: TinyCheckpoint,
@@ -182,6 +188,17 @@ def test_a_step_of_a_run_is_one_call_and_no_more(
     work(8)
     assert [counted.times for counted in calls] == [8 * ranks, 0, 0]
     assert not drawn.times
+
+
+@pytest.mark.parametrize("layout", ["two", "three"])
+def test_whole_rows_are_gathered_some_at_a_time(
+    checkpoint: TinyCheckpoint, layout: str, stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, shares = SCRIPTS["draws with filters"], LAYOUTS[layout]
+    works = [together] * len(shares.vocab_rows)
+    asked = serve(make_group(checkpoint.directory, shares, stack, tmp_path / "a"), script, works)
+    monkeypatch.setattr(recorded_sampling, "WHOLE_LOGITS", 2 * VOCAB_SIZE)
+    assert serve(make_group(checkpoint.directory, shares, stack, tmp_path / "b"), script, works) == asked
 
 
 @pytest.mark.parametrize("layout", ["two", "stages"])

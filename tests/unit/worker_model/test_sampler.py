@@ -14,6 +14,7 @@ from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper
 
 from hetero_api.errors import ModelError
 from hetero_api.sharding import ranges_of_counts
+from hetero_worker.layers import sampler
 from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.sampling.noise import NoiseKey, gumbel_noise
 from hetero_worker.sampling.request import SamplingRow
@@ -77,33 +78,34 @@ def test_a_draw_equals_the_references_filters_on_any_layout(
     assert _sample(logits, [row], layout) == [_by_transformers(logits[0], row)]
 
 
-def test_a_nucleus_beyond_the_candidates_is_still_exact() -> None:
+def test_wide_nuclei_are_exact() -> None:
     check_wide_nuclei()
 
 
 @pytest.mark.parametrize("filters", [{"min_p": 0.5}, {"top_p": 0.7}], ids=str)
-def test_rows_that_a_shard_held_back_outrank_another_shards_candidates(filters: dict[str, float]) -> None:
-    """The first shard's 600 likely rows all rank before the second's candidates, but only 256 were sent."""
+def test_a_shard_may_have_all_that_filters_leave(filters: dict[str, float]) -> None:
     logits = torch.randn(12, 1000, generator=torch.Generator().manual_seed(6)) * 0.1
     logits[:, 600:] -= 2.0
     rows = [_row(seed=3, position=i, **filters) for i in range(12)]
     assert _sample(logits, rows, (600, 400)) == [_by_transformers(logits[i], row) for i, row in enumerate(rows)]
 
 
-def test_whole_rows_travel_only_when_candidates_do_not_suffice() -> None:
-    ranges, row = ranges_of_counts((512, 512)), _row(top_p=0.9)
-    rounds = []
-    for spread in (20.0, 0.01):
-        logits = torch.randn(1, 1024, generator=torch.Generator().manual_seed(1)) * spread
-        exchanges = thread_exchanges(2)
+@pytest.mark.parametrize(("num_filtered", "num_rounds"), [(0, 2), (1, 3), (2, 3), (3, 4), (5, 5)])
+def test_whole_rows_travel_for_draws_with_filters_some_at_a_time(
+    num_filtered: int, num_rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler, "WHOLE_LOGITS", 2 * 1024)
+    ranges, exchanges = ranges_of_counts((512, 512)), thread_exchanges(2)
+    logits = torch.randn(6, 1024, generator=torch.Generator().manual_seed(1))
+    rows = [_row(position=i, top_p=0.9 if i < num_filtered else 1.0) for i in range(6)]
 
-        def body(rank: int, logits: torch.Tensor = logits, exchanges: Any = exchanges) -> list[int]:
-            shard = logits[:, ranges[rank].begin : ranges[rank].end]
-            return sample_tokens(shard, [row], head_ranges=ranges, exchange=exchanges[rank]).tokens
+    def body(rank: int) -> list[int]:
+        shard = logits[:, ranges[rank].begin : ranges[rank].end]
+        return sample_tokens(shard, rows, head_ranges=ranges, exchange=exchanges[rank]).tokens
 
-        run_ranks(exchanges, body)
-        rounds.append(exchanges[0].rounds)
-    assert rounds == [2, 4]
+    tokens = run_ranks(exchanges, body)
+    assert tokens == [[_by_transformers(logits[i], row) for i, row in enumerate(rows)]] * 2
+    assert exchanges[0].rounds == num_rounds
 
 
 def test_greedy_takes_the_lowest_id_of_equal_logits_on_any_layout() -> None:

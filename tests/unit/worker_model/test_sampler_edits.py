@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +13,6 @@ from hetero_gateway.server.sampling_params import RANGES
 from hetero_worker.errors import ProtocolError
 from hetero_worker.sampling.edits import LogitEdits, TokenCounts
 from hetero_worker.sampling.request import SequenceSampling
-from hetero_worker.sampling.shard import ShardCandidates, candidates_of_shard, scaled_logits
 from tests.support.examples import examples
 from tests.support.sampling_checks import LAYOUTS, VOCABULARY, check_masked_sampling
 from tests.support.sampling_reference import (
@@ -162,25 +160,6 @@ def test_a_mask_that_is_too_short_is_refused() -> None:
         LogitEdits(mask=np.zeros(2, dtype=np.uint8)).apply(np.zeros(10, dtype=np.float32), 10)
 
 
-def test_a_mask_that_few_tokens_pass_takes_no_second_round() -> None:
-    """What a shard holds back is worth nothing when its last candidate cannot be drawn."""
-    flat = np.zeros(4096, dtype=np.float32)
-    draw = Draw(flat, sampling_of(top_p=0.999), mask=mask_of(range(0, 4096, 50), 4096))
-    assert all(shard.complete for shard in _candidates(draw, (2048, 2048)))
-    assert tokens_on([draw], (2048, 2048)) == [reference_token(draw)]
-
-
-def _candidates(draw: Draw, counts: tuple[int, int]) -> list[ShardCandidates]:
-    shards: list[ShardCandidates] = []
-    begin = 0
-    for count in counts:
-        logits = torch.from_numpy(draw.logits[begin : begin + count])[None]
-        scaled = scaled_logits(logits, [draw.row], [0], begin)
-        shards += candidates_of_shard(scaled, [draw.row], begin)
-        begin += count
-    return shards
-
-
 @pytest.mark.parametrize(
     ("changes", "is_plain"),
     [
@@ -206,7 +185,6 @@ def test_a_draw_is_plain_if_it_is_from_logits_as_they_are(changes: dict[str, Any
     row = sequence.draw()
     assert sequence.is_plain == is_plain
     assert is_plain == (row.edits is None and row.num_logprobs is None)
-    assert sequence.is_filtered == row.is_filtered
 
 
 def test_a_draw_becomes_plain_once_it_may_end_and_stays_so() -> None:

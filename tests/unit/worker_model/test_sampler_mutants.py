@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +10,13 @@ import pytest
 import torch
 
 from hetero_worker.layers import sampler
-from hetero_worker.sampling import decision, edits, shard
-from hetero_worker.sampling.decision import DrawBatch, decide_filtered
+from hetero_worker.sampling import edits, shard
+from hetero_worker.sampling.decision import merge_best
 from hetero_worker.sampling.edits import Bias, LogitEdits, Penalties, TokenCounts
 from hetero_worker.sampling.logprobs import count_before
-from hetero_worker.sampling.noise import NoiseKey, gumbel_noise, gumbel_noise_at
+from hetero_worker.sampling.noise import NoiseKey, gumbel_noise
 from hetero_worker.sampling.request import SequenceSampling
-from hetero_worker.sampling.shard import Float64Array, ShardCandidates, candidates_of_shard
+from hetero_worker.sampling.shard import Float64Array
 from tests.support.sampling_checks import (
     VOCABULARY,
     check_distribution,
@@ -39,6 +38,14 @@ def _identity() -> None:
     check_identity([random_draw(seed, vocabulary=VOCABULARY) for seed in range(40)])
 
 
+def _unfiltered() -> None:
+    """Draws that ranks make of their shards, edits included."""
+    draws = [random_draw(seed, vocabulary=VOCABULARY) for seed in range(40)]
+    for draw in draws:
+        draw.sampling.top_k, draw.sampling.top_p, draw.sampling.min_p = 0, 1.0, 0.0
+    check_identity(draws)
+
+
 def _generation() -> None:
     check_generation([random_draw(1000 + seed, vocabulary=VOCABULARY) for seed in range(20)], (300, 212))
 
@@ -53,15 +60,26 @@ def _logprobs() -> None:
 
 
 def _drops_a_shard(patch: Patch) -> None:
-    decide = DrawBatch.decide
-    patch.setattr(DrawBatch, "decide", lambda self, messages, rows: decide(self, messages[:1], rows[:1]))
+    patch.setattr(sampler, "merge_best", lambda best: merge_best(best[:1]))
+
+
+def _drops_a_shard_of_whole_rows(patch: Patch) -> None:
+    gather = sampler.gather_logits
+
+    def mutant(logits: torch.Tensor, head_ranges: Any, exchange: Any) -> torch.Tensor:
+        whole = gather(logits, head_ranges, exchange)
+        whole[:, head_ranges[-1].begin :] = -np.inf
+        return whole
+
+    patch.setattr(sampler, "gather_logits", mutant)
+
+
+def _filters_within_shards(patch: Patch) -> None:
+    patch.setattr(sampler, "_whole_rows", lambda rows, shards: iter(()))
 
 
 def _keys_noise_without_the_row(patch: Patch) -> None:
     patch.setattr(shard, "gumbel_noise", lambda keys, *, begin, count: gumbel_noise(keys, begin=0, count=count))
-    patch.setattr(
-        shard, "gumbel_noise_at", lambda keys, rows, *, begin, count: gumbel_noise_at(keys, rows, begin=0, count=count)
-    )
 
 
 def _keys_noise_without_the_position(patch: Patch) -> None:
@@ -79,16 +97,6 @@ def _penalises_twice(patch: Patch) -> None:
         apply(self, logits, begin)
 
     patch.setattr(Penalties, "apply", mutant)
-
-
-def _penalises_whole_rows_again(patch: Patch) -> None:
-    """Candidates that did not suffice are asked for from logits that are edited once more."""
-
-    def mutant(scaled: torch.Tensor, rows: list[Any], begin: int, *, wants_all: bool) -> list[ShardCandidates]:
-        edited = shard.edited_logits(scaled, rows, range(len(rows)), begin)
-        return candidates_of_shard(edited, rows, begin, wants_all=wants_all)
-
-    patch.setattr(sampler, "candidates_of_shard", mutant)
 
 
 def _counts_an_appended_token_twice(patch: Patch) -> None:
@@ -116,21 +124,6 @@ def _edits_without_the_offset(owner: type[Any]) -> Callable[[Patch], None]:
         patch.setattr(owner, "apply", lambda self, logits, begin: apply(self, logits, 0))
 
     return mutate
-
-
-def _trusts_candidates_that_prove_nothing(patch: Patch) -> None:
-    def mutant(shards: list[Any], row: Any) -> int | None:
-        return decide_filtered([dataclasses.replace(each, complete=True) for each in shards], row)
-
-    patch.setattr(decision, "decide_filtered", mutant)
-
-
-def _takes_one_shards_mass_for_all(patch: Patch) -> None:
-    def mutant(shards: list[Any], row: Any) -> int | None:
-        first = shards[0]
-        return decide_filtered([first, *(dataclasses.replace(s, log_sum_exp=-np.inf) for s in shards[1:])], row)
-
-    patch.setattr(decision, "decide_filtered", mutant)
 
 
 def _reads_masks_highest_bit_first(patch: Patch) -> None:
@@ -162,26 +155,25 @@ def _tells_logprobs_of_edited_logits(patch: Patch) -> None:
 
 MUTANTS: dict[str, tuple[Callable[[Patch], None], Check]] = {
     "drops a shard": (_drops_a_shard, _identity),
-    "drops a shard, distribution": (_drops_a_shard, _distribution),
+    "drops a shard of whole rows, distribution": (_drops_a_shard_of_whole_rows, _distribution),
     "noise without the row": (_keys_noise_without_the_row, _identity),
     "noise without the position": (_keys_noise_without_the_position, _identity),
     "penalises twice": (_penalises_twice, _identity),
-    "penalises whole rows again": (_penalises_whole_rows_again, check_wide_nuclei),
+    "drops a shard of whole rows": (_drops_a_shard_of_whole_rows, check_wide_nuclei),
+    "filters within shards": (_filters_within_shards, _distribution),
     "counts an appended token twice": (_counts_an_appended_token_twice, _generation),
     "forgets appended tokens": (_forgets_appended_tokens, _generation),
     "counts prompts as output": (_counts_prompts_as_output, _identity),
-    "bias without the offset": (_edits_without_the_offset(Bias), _identity),
-    "penalties without the offset": (_edits_without_the_offset(Penalties), _identity),
+    "bias without the offset": (_edits_without_the_offset(Bias), _unfiltered),
+    "penalties without the offset": (_edits_without_the_offset(Penalties), _unfiltered),
     "all edits without the offset": (_edits_without_the_offset(LogitEdits), check_masked_sampling),
-    "trusts unproven candidates": (_trusts_candidates_that_prove_nothing, check_wide_nuclei),
-    "one shard's mass for all": (_takes_one_shards_mass_for_all, _distribution),
     "masks highest bit first": (_reads_masks_highest_bit_first, check_masked_sampling),
     "ranks of one shard": (_counts_ranks_in_one_shard, _logprobs),
     "logprobs of edited logits": (_tells_logprobs_of_edited_logits, _logprobs),
 }
 
 
-CHECKS = [_identity, _generation, _distribution, _logprobs, check_masked_sampling, check_wide_nuclei]
+CHECKS = [_identity, _unfiltered, _generation, _distribution, _logprobs, check_masked_sampling, check_wide_nuclei]
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -27,7 +27,6 @@ from hetero_worker.sampling.noise import (
 )
 
 _BLOCK: Final = 256
-_NOISE_BLOCK: Final = 128
 
 _ROUNDS: tl.constexpr = tl.constexpr(ROUNDS)
 _MULTIPLIER_A: tl.constexpr = tl.constexpr(MULTIPLIERS[0])
@@ -65,14 +64,6 @@ class TritonSamplingKernels:
         )
         scores, winner = best.max(dim=1)  # the first of equals, which has the lowest id
         return Best(scores, ids.gather(1, winner.unsqueeze(1)).squeeze(1))
-
-    def noise_at(self, keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """As SamplingKernels.noise_at."""
-        noise = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
-        draws, n = ids.shape
-        grid = (draws, triton.cdiv(n, _NOISE_BLOCK))
-        _noise_kernel[grid](keys, ids, ids.stride(0), noise, n, block_size=_NOISE_BLOCK, enable_fp_fusion=False)
-        return noise
 
 
 @triton.jit
@@ -156,18 +147,3 @@ def _best_kernel(  # type: ignore[no-untyped-def]
     place = draw * tl.num_programs(1) + block
     tl.store(out_best + place, top)
     tl.store(out_ids + place, winner)
-
-
-@triton.jit(do_not_specialize=["ids_stride", "n"])
-def _noise_kernel(keys, ids, ids_stride, out, n, block_size: tl.constexpr):  # type: ignore[no-untyped-def]
-    draw = tl.program_id(0)
-    places = tl.program_id(1) * block_size + tl.arange(0, block_size)
-    inside = places < n
-    seed = tl.load(keys + 2 * draw).to(tl.uint64, bitcast=True)
-    position = tl.load(keys + 2 * draw + 1).to(tl.uint64, bitcast=True)
-    own = tl.load(ids + draw * ids_stride + places, mask=inside, other=0)
-    a, b, c, d = _philox(own // _ROWS, seed, position)
-    lane = own % _ROWS
-    word = tl.where(lane < 4, tl.where(lane < 2, a, b), tl.where(lane < 6, c, d))
-    half = tl.where(lane % 2 == 0, word & 0xFFFFFFFF, word >> 32)
-    tl.store(out + draw * n + places, gumbel_noise(half, own, seed, position), mask=inside)

@@ -1,29 +1,29 @@
 """Draws tokens from logits whose vocabulary rows lie on different ranks.
 
-A step takes one gathering round and one broadcast: every rank sends the best of its shard, or candidates for draws with
-filters; rank 0 decides and sends the tokens to all. Where it has the whole vocabulary nothing is gathered. Only when
-the candidates do not prove where a filter ends (a nucleus of more than some hundred tokens) a second pair of rounds
-brings the whole rows of those draws. The broadcast says so, and all ranks take the same rounds. Log-probabilities take
-two more gathering rounds, in steps where a draw wants them.
+A step takes one gathering round and one broadcast: every rank sends the best of its shard, rank 0 decides and sends the
+tokens to all. Draws with filters are made by rank 0 of their whole rows of logits, which are gathered for it. Where
+rank 0 has the whole vocabulary nothing is gathered. Log-probabilities take two more gathering rounds, in steps where a
+draw wants them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from hetero_api.rank_memory import WHOLE_LOGITS
 from hetero_api.sharding import UnitRange
 from hetero_api.v1 import logprobs_pb2
 from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.sampling.base import HOST_SAMPLER, ShardSampler, StartedDraws, UnknownTokens
-from hetero_worker.sampling.decision import UNDECIDED, DrawBatch, decide_filtered
+from hetero_worker.sampling.decision import decide, merge_best
 from hetero_worker.sampling.logprobs import ShardLogprobs, TokenTarget, count_before, decide_logprobs, pack_shard
 from hetero_worker.sampling.request import SamplingRow
-from hetero_worker.sampling.shard import MAX_IDS, Float64Array, candidates_of_shard, scaled_logits
+from hetero_worker.sampling.shard import BEST_FIELDS, Float64Array, chunks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +89,12 @@ def start_draws(
 ) -> StartedDraws | None:
     """Start the draws of `sample_tokens`; None on a rank without vocabulary rows.
 
-    `unknown` is for a rank with the whole vocabulary whose sampler decides. Raises as ShardSampler.start does.
+    `unknown` is for a rank with the whole vocabulary. Raises as ShardSampler.start does.
     """
     shards = _Shards(tuple(head_ranges), exchange)
     if not shards.own.size:
         return None
-    return sampler.start(rows, logits, shards.own.begin, is_whole=shards.decide_alone(sampler), unknown=unknown)
+    return sampler.start(rows, logits, shards.own.begin, is_whole=shards.are_one, unknown=unknown)
 
 
 def prompt_logprobs(
@@ -144,10 +144,6 @@ class _Shards:
     def are_one(self) -> bool:
         return has_all_rows(self.head_ranges)
 
-    def decide_alone(self, sampler: ShardSampler) -> bool:
-        """Return whether the sampler makes whole draws: of one shard, of no more tokens than have numbers."""
-        return self.are_one and sampler.decides and self.own.size <= MAX_IDS
-
     @property
     def filled(self) -> list[UnitRange]:
         """Shards that have rows; ranks without rows send nothing."""
@@ -183,31 +179,23 @@ def _draw(
     sampler: ShardSampler,
     started: StartedDraws | None,
 ) -> list[int]:
-    batch = DrawBatch(rows, shards_filter=shards.decide_alone(sampler))
-    sizes = [shard.size for shard in shards.filled]
-    message = None if started is None else batch.pack(started.read())
-    messages = shards.gather(message, [batch.message_size(size) for size in sizes])
-    decided = batch.decide(messages, sizes) if shards.exchange.rank == 0 else None
-    tokens = shards.broadcast(decided, len(rows))
-    if UNDECIDED in tokens:
-        undecided = [i for i, token in enumerate(tokens) if token == UNDECIDED]
-        for i, token in zip(undecided, _draw_whole(logits, rows, undecided, shards, sampler), strict=True):
-            tokens[i] = token
-    return tokens
+    own = None if started is None else started.read()
+    messages = shards.gather(None if own is None else own.reshape(-1), [BEST_FIELDS * len(rows)] * len(shards.filled))
+    is_leader = shards.exchange.rank == 0
+    best = merge_best([message.reshape(-1, BEST_FIELDS) for message in messages]) if is_leader else None
+    if not shards.are_one:
+        for chunk in _whole_rows(rows, shards):
+            whole = gather_logits(sampler.to_host(logits, chunk), shards.head_ranges, shards.exchange)
+            if best is not None:
+                best[chunk] = sampler.start([rows[i] for i in chunk], whole, 0, is_whole=True).read()
+    return shards.broadcast(None if best is None else decide(best, rows), len(rows))
 
 
-def _draw_whole(
-    logits: torch.Tensor, rows: Sequence[SamplingRow], undecided: Sequence[int], shards: _Shards, sampler: ShardSampler
-) -> list[int]:
-    """Make the draws whose candidates did not suffice, from their whole rows."""
-    chosen = [rows[i] for i in undecided]
-    own = scaled_logits(sampler.to_host(logits, undecided), chosen, range(len(chosen)), shards.own.begin)
-    whole = gather_logits(own, shards.head_ranges, shards.exchange)
-    if shards.exchange.rank != 0:
-        return shards.broadcast(None, len(undecided))
-    candidates = candidates_of_shard(whole, chosen, 0, wants_all=True)
-    decided = [decide_filtered([its], row) for its, row in zip(candidates, chosen, strict=True)]
-    return shards.broadcast([UNDECIDED if token is None else token for token in decided], len(undecided))
+def _whole_rows(rows: Sequence[SamplingRow], shards: _Shards) -> Iterator[list[int]]:
+    """Yield the draws with filters, which rank 0 makes of their whole rows, some at a time."""
+    filtered = [i for i, row in enumerate(rows) if row.is_filtered]
+    vocabulary = max(own.end for own in shards.head_ranges)
+    return chunks_of(filtered, vocabulary, chunk_elements=WHOLE_LOGITS)
 
 
 def _sampled_logprobs(

@@ -16,7 +16,7 @@ import torch
 
 from hetero_worker.memory.streams import HOST
 from hetero_worker.sampling.request import SamplingRow
-from hetero_worker.sampling.shard import BestDraws, ShardDraws, draws_of_shard, noisy_best, take_rows
+from hetero_worker.sampling.shard import BestDraws, Float64Array, best_of_shard, noisy_best, take_rows
 
 
 class PendingCopy(Protocol):
@@ -55,8 +55,8 @@ class StartedDraws(Protocol):
         """The tokens where they were drawn: int64 [draws] on the device; None if rank 0's host decides them."""
         ...
 
-    def read(self) -> ShardDraws:
-        """Wait for the shard's part of each draw, and return it."""
+    def read(self) -> Float64Array:
+        """Wait for the shard's best (score, id) of each draw, and return them: float64 [draws, 2]."""
         ...
 
 
@@ -66,11 +66,6 @@ class ShardSampler(Protocol):
     @property
     def name(self) -> str:
         """Name for reports."""
-        ...
-
-    @property
-    def decides(self) -> bool:
-        """True if `start` can make whole draws of a shard that is the whole vocabulary."""
         ...
 
     def start(
@@ -84,10 +79,10 @@ class ShardSampler(Protocol):
     ) -> StartedDraws:
         """Ask for the shard's part of each draw.
 
-        `logits` is float32 [draws, shard rows] where the rank computed it, the first column being vocabulary row
-        `begin`; there is at least one column. It stays unchanged. With `is_whole`, which takes a sampler that
-        `decides`, the shard is the whole vocabulary: filters are applied here, and no draw has candidates. `unknown`
-        is for penalties of a whole shard. Raises ProtocolError when a mask is shorter than the vocabulary.
+        `logits` is float32 [draws, shard rows], the first column being vocabulary row `begin`; there is at least one
+        column. It stays unchanged. With `is_whole` the shard is the whole vocabulary, and filters are applied; draws
+        that have some get no meaning otherwise. `unknown` is for penalties of a whole shard. Raises ProtocolError when
+        a mask is shorter than the vocabulary.
         """
         ...
 
@@ -102,9 +97,8 @@ class HostSampler:
     name = "host"
 
     def __init__(self, best_of: BestDraws = noisy_best) -> None:
-        """Create a sampler that decides draws of a whole vocabulary unless `best_of` is torch's, without filters."""
+        """Create a sampler by torch, or by the native kernel."""
         self._best_of = best_of
-        self.decides = best_of is not noisy_best
 
     def start(
         self,
@@ -116,7 +110,7 @@ class HostSampler:
         unknown: UnknownTokens | None = None,  # noqa: ARG002
     ) -> StartedDraws:
         """As ShardSampler.start."""
-        begun = partial(draws_of_shard, logits.to(HOST), rows, begin, is_whole=is_whole, best_of=self._best_of)
+        begun = partial(best_of_shard, logits.to(HOST), rows, begin, is_whole=is_whole, best_of=self._best_of)
         return _HostDraws(begun)
 
     def to_host(self, logits: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
@@ -128,7 +122,7 @@ class HostSampler:
 class _HostDraws:
     """StartedDraws that are computed when they are read."""
 
-    read: Callable[[], ShardDraws]
+    read: Callable[[], Float64Array]
     is_here: bool = True
     token_ids: None = None
 

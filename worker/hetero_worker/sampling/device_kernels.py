@@ -1,4 +1,4 @@
-"""Arithmetic of draws where the logits lie: noise, filters, and the order of candidates.
+"""Arithmetic of draws where the logits lie: noise, filters, and the order of tokens.
 
 The torch implementation runs on every device and is the reference for the kernels of `kernels.sampling`.
 """
@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, Protocol
 import torch
 
 from hetero_worker.memory.streams import to_device
-from hetero_worker.sampling.noise import noise_at, noise_of_range
+from hetero_worker.sampling.noise import noise_of_range
 from hetero_worker.sampling.request import SamplingRow
 
 MAX_SELECTED: Final = 1024
@@ -47,10 +47,6 @@ class SamplingKernels(Protocol):
         """
         ...
 
-    def noise_at(self, keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return the noise of vocabulary rows `ids`, int64 [draws, n]: float32 [draws, n]."""
-        ...
-
 
 class TorchSamplingKernels:
     """SamplingKernels of torch's operators; takes some ten times the memory of a chunk of logits."""
@@ -73,10 +69,6 @@ class TorchSamplingKernels:
         ]
         return Best(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
-    def noise_at(self, keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """As SamplingKernels.noise_at."""
-        return noise_at(keys, ids)
-
 
 def _noisy_best(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor, begin: int) -> Best:
     scores = noise_of_range(keys, begin, logits.shape[1]).add_(logits.div_(temperatures.unsqueeze(1)))
@@ -87,15 +79,15 @@ def _noisy_best(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Te
 def filter_logits(scaled: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     """Set all that top_k, top_p and min_p cut off to -inf, in place.
 
-    `scaled` is float32 [draws, vocabulary]. The filters are those of `decision.decide_filtered`, for all rows in one
-    pass. Rows that all have a small top_k select their candidates; any other row has all rows sorted.
+    `scaled` is float32 [draws, vocabulary]; all filters leave a head of one order. Rows that all have a small top_k
+    select their candidates; any other row has all rows sorted.
     """
     vocabulary = scaled.shape[1]
     order = first_columns(scaled, min(vocabulary, max(row.top_k or vocabulary for row in rows)))
     limit, top_p, min_log = _filter_numbers(rows, scaled.device)
     kept = torch.arange(order.shape[1], device=scaled.device) < limit
     values = scaled.gather(1, order).double().masked_fill_(~kept, -torch.inf)
-    # The nucleus has a share of the mass that top_k leaves. All filters keep a head of the order.
+    # The nucleus has a share of the mass that top_k leaves.
     shares = values.softmax(dim=1)
     kept &= shares.cumsum(dim=1).sub_(shares) < top_p
     kept &= values >= values[:, :1] + min_log

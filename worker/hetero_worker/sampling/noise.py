@@ -66,34 +66,19 @@ def gumbel_noise(keys: Sequence[NoiseKey], *, begin: int, count: int) -> torch.T
     return _to_gumbel(torch.from_numpy(numbers))
 
 
-def gumbel_noise_at(
-    keys: Sequence[NoiseKey], rows: Sequence[IdArray], *, begin: int, count: int
-) -> list[npt.NDArray[np.float32]]:
-    """Return the noise of some rows for each key. Rows lie in [begin, begin + count) and are relative to begin."""
-    numbers = [
-        _uniform(_draw_words(key, begin, count)[chosen], key, begin, chosen)
-        for key, chosen in zip(keys, rows, strict=True)
-    ]
-    noise = _to_gumbel(torch.from_numpy(np.concatenate(numbers))).numpy()
-    return np.split(noise, np.cumsum([len(chosen) for chosen in rows[:-1]]))
-
-
 def _draw_words(key: NoiseKey, begin: int, count: int) -> npt.NDArray[np.uint32]:
     counter, skip = divmod(begin, ROWS_PER_COUNTER)
     bits = np.random.Philox(key=np.array(key, dtype=np.uint64), counter=counter).random_raw(-(-(skip + count) // 2))
     return bits.view(np.uint32)[skip : skip + count]
 
 
-def _uniform(
-    words: npt.NDArray[np.uint32], key: NoiseKey, begin: int, chosen: IdArray | None = None
-) -> npt.NDArray[np.float32]:
-    """Return numbers between 0 and 2^32, a word and a fraction each, of the rows begin + chosen or of all rows."""
+def _uniform(words: npt.NDArray[np.uint32], key: NoiseKey, begin: int) -> npt.NDArray[np.float32]:
+    """Return numbers between 0 and 2^32, a word and a fraction each, of the rows from `begin` on."""
     numbers = words.astype(np.float32)
     numbers += np.float32(0.5)
     if len(words) and words.min() < COARSE:
         coarse = np.flatnonzero(words < COARSE)
-        rows = begin + (coarse if chosen is None else chosen[coarse])
-        numbers[coarse] = words[coarse] + np.array([_fraction(key, row) for row in rows.tolist()])
+        numbers[coarse] = words[coarse] + np.array([_fraction(key, row) for row in (begin + coarse).tolist()])
     return numbers
 
 
@@ -115,19 +100,6 @@ def noise_of_range(keys: torch.Tensor, begin: int, count: int) -> torch.Tensor:
     """Return `gumbel_noise` where the keys lie: float32 [keys, count], of `key_tensor`'s int64 [keys, 2]."""
     ids = torch.arange(begin, begin + count, device=keys.device).expand(len(keys), -1)
     return _noise_of_words(keys, ids, words_of_range(keys, begin, count))
-
-
-def noise_at(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return the noise of vocabulary rows `ids`, int64 [keys, n], where they lie: float32 [keys, n]."""
-    return _noise_of_words(keys, ids, words_at(keys, ids))
-
-
-def words_at(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return the word of each vocabulary row, 0 to 2^32 - 1: int64 [keys, n], of `ids` int64 [keys, n]."""
-    blocks = _philox(keys, ids // ROWS_PER_COUNTER)
-    lane = ids % ROWS_PER_COUNTER
-    word = blocks.gather(-1, (lane // 2).unsqueeze(-1)).squeeze(-1)
-    return torch.where(lane % 2 == 0, word, word >> _HALF) & _HALF_MASK
 
 
 def words_of_range(keys: torch.Tensor, begin: int, count: int) -> torch.Tensor:

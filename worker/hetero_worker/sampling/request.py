@@ -15,9 +15,6 @@ from hetero_worker.sampling.noise import NoiseKey
 GREEDY_TEMPERATURE: Final = 1e-5
 """Temperatures below are greedy: dividing by them overflows."""
 
-MIN_CANDIDATES: Final = 256
-"""Nearly every nucleus is smaller; a larger one costs a second round, not exactness."""
-
 
 class SamplingRow(NamedTuple):
     """One token to draw. Edits come first, then the temperature, then the filters top_k, top_p, min_p."""
@@ -62,10 +59,6 @@ class SamplingRow(NamedTuple):
         """Key of the draw's noise."""
         return NoiseKey(self.seed, self.position)
 
-    def num_candidates(self, rows: int) -> int:
-        """Return how many of a shard's `rows` vocabulary rows are sent for a filtered draw."""
-        return min(rows, self.top_k or MIN_CANDIDATES)
-
 
 class SequenceSampling:
     """Sampling state of one sequence: its parameters, the number of its tokens, and the counts for penalties.
@@ -87,7 +80,6 @@ class SequenceSampling:
         self.pooling = sampling.pooling
         is_edited = self._bias is not None or self._penalties is not None
         self._is_unedited = not (is_edited or self.num_logprobs is not None)
-        self.is_filtered = self.draw().is_filtered
 
     @property
     def is_plain(self) -> bool:

@@ -1,9 +1,7 @@
-"""A rank's side of sampling on the host: the message about its own vocabulary rows.
+"""A rank's side of sampling on the host: the best of its own vocabulary rows, a pair (score, id) for each draw.
 
-For a draw without filters that is one pair (score, id), the best of the shard; so it is for a draw with filters where
-the shard is the whole vocabulary and the native kernel applies them. Elsewhere such a draw has the shard's top
-candidates in the order (scaled logit descending, id ascending), each with its noise, and the sum that decides where a
-nucleus ends. Candidates, nuclei and log-probabilities agree on this one order on every layout. Numbers travel as
+A draw with filters is of what these leave of the whole vocabulary, so only a shard that is all of it makes one.
+Filters and log-probabilities agree on one order (logit descending, id ascending) on every layout. Numbers travel as
 float64, which holds every id and every float32 exactly.
 
 Logits are never changed: draws that edit theirs work on a copy.
@@ -13,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -22,16 +19,15 @@ import torch
 
 from hetero_worker.native.compute_library import choose_op
 from hetero_worker.native.op_queue import OpQueue
+from hetero_worker.sampling.device_kernels import filter_logits
 from hetero_worker.sampling.edits import FloatArray
-from hetero_worker.sampling.noise import IdArray, gumbel_noise, gumbel_noise_at
+from hetero_worker.sampling.noise import IdArray, gumbel_noise
 from hetero_worker.sampling.request import SamplingRow
 
 BEST_FIELDS: Final = 2
 """Score and id."""
 MAX_IDS: Final = 1 << 24
 """Native draws tell ids as float32, which has all whole numbers up to this one."""
-_HEAD_FIELDS: Final = 2
-_CANDIDATE_FIELDS: Final = 3
 _CHUNK_ELEMENTS: Final = 1 << 19
 """Logits whose scores are computed at a time: enough for all threads, few enough for the cache."""
 _COLUMNS_PER_VALUE: Final = 4
@@ -41,76 +37,24 @@ _MIN_COLUMNS: Final = 512
 Float64Array = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class ShardCandidates:
-    """Top rows of one shard for one draw. Each array is float64 [candidates], best first."""
-
-    largest: float
-    """Largest scaled logit; NaN if any is NaN."""
-    log_sum_exp: float
-    """Log of the sum of exponentials of all scaled logits of the shard; 0 for a draw without a nucleus."""
-    scaled: Float64Array
-    noise: Float64Array
-    ids: Float64Array
-    complete: bool
-    """True if every row of the shard that can be drawn at all is a candidate."""
-
-    def pack(self) -> Float64Array:
-        """Return the message: float64, 1-d."""
-        return np.concatenate([[self.largest, self.log_sum_exp], self.scaled, self.noise, self.ids])
-
-    @classmethod
-    def make(
-        cls,
-        *,
-        largest: float,
-        log_sum_exp: float,
-        scaled: Float64Array,
-        noise: Float64Array,
-        ids: Float64Array,
-        shard_rows: int,
-    ) -> ShardCandidates:
-        """Create candidates of a shard with so many rows, and see whether they are complete."""
-        complete = len(scaled) == shard_rows or bool(np.isneginf(scaled[-1]))
-        return cls(largest, log_sum_exp, scaled, noise, ids, complete)
-
-    @classmethod
-    def unpack(cls, packed: Float64Array, *, shard_rows: int) -> ShardCandidates:
-        """Read the message of a shard with so many rows."""
-        scaled, noise, ids = packed[_HEAD_FIELDS:].reshape(_CANDIDATE_FIELDS, -1)
-        largest, total = packed[:_HEAD_FIELDS].tolist()
-        return cls.make(largest=largest, log_sum_exp=total, scaled=scaled, noise=noise, ids=ids, shard_rows=shard_rows)
-
-    @staticmethod
-    def packed_size(candidates: int) -> int:
-        """Return the number of elements of `pack()`."""
-        return _HEAD_FIELDS + _CANDIDATE_FIELDS * candidates
-
-
-@dataclass(frozen=True, slots=True)
-class ShardDraws:
-    """One shard's part of a batch of draws."""
-
-    best: Float64Array
-    """[draws, 2]: the best (score, id) of each draw; no content for draws that have candidates."""
-    candidates: dict[int, ShardCandidates]
-    """Candidates by draw, for draws whose filters the shard could not apply by itself."""
-
-
 BestDraws = Callable[[torch.Tensor, Sequence[SamplingRow], int], Float64Array]
 """`noisy_best`, or `native_best`."""
 
 
 def noisy_best(logits: torch.Tensor, rows: Sequence[SamplingRow], begin: int) -> Float64Array:
-    """Return the best (score, id) of each row without filters and edits: float64 [rows, 2].
+    """Return the best (score, id) of each row without edits: float64 [rows, 2].
 
     `logits` is float32 [rows, shard rows], the first column being vocabulary row `begin`. The score is the logit, or
-    where there is a temperature the scaled logit plus noise. Among equal scores the lowest id wins. A score is NaN if a
-    logit is.
+    where there is a temperature the scaled logit plus noise, of what filters leave: with filters, the shard must be the
+    whole vocabulary. Among equal scores the lowest id wins. A score is NaN if a logit is.
     """
     best = _best(logits, begin)
     for chunk in chunks_of([i for i, row in enumerate(rows) if not row.is_greedy], logits.shape[1]):
         scaled = take_rows(logits, chunk).div_(torch.tensor([[rows[i].temperature] for i in chunk]))
+        if filtered := [place for place, i in enumerate(chunk) if rows[i].is_filtered]:
+            left = take_rows(scaled, filtered)
+            filter_logits(left, [rows[chunk[place]] for place in filtered])
+            scaled.index_copy_(0, torch.tensor(filtered), left)
         scores = gumbel_noise([rows[i].noise_key for i in chunk], begin=begin, count=logits.shape[1]).add_(scaled)
         best[chunk] = _best(scores, begin)
     return best
@@ -135,19 +79,14 @@ class RowParameters:
         self._top_p[:count] = [row.top_p for row in rows]
         self._min_logs[:count] = [math.log(row.min_p) if row.min_p > 0.0 else -math.inf for row in rows]
 
-    def set(self, op: Any, *, is_whole: bool) -> None:
-        """Let a choose_op read them; filters only where it has the whole vocabulary."""
-        op.temperatures, op.seeds = self._temperatures.ctypes.data, self._seeds.ctypes.data
-        if is_whole:
-            op.top_k, op.top_p = self._top_k.ctypes.data, self._top_p.ctypes.data
-            op.min_logs = self._min_logs.ctypes.data
+    def set(self, op: Any, *, is_whole: bool, first_row: int = 0) -> None:
+        """Let a choose_op read them from a row on; filters only where it has the whole vocabulary."""
+        for name in ("temperatures", "seeds", *(("top_k", "top_p", "min_logs") if is_whole else ())):
+            setattr(op, name, getattr(self, f"_{name}")[first_row:].ctypes.data)
 
 
 def native_best(op_queue: OpQueue, logits: torch.Tensor, rows: Sequence[SamplingRow], begin: int) -> Float64Array:
-    """Return `noisy_best` by the native kernel: the same numbers to the last bit, many times as fast.
-
-    Draws with filters are of what these leave; `logits` must then have the whole vocabulary.
-    """
+    """Return `noisy_best` by the native kernel: without filters the same to the last bit, many times as fast."""
     draws, columns = logits.shape
     if begin + columns > MAX_IDS:
         return noisy_best(logits, rows, begin)
@@ -163,58 +102,22 @@ def native_best(op_queue: OpQueue, logits: torch.Tensor, rows: Sequence[Sampling
     return best.astype(np.float64)
 
 
-def draws_of_shard(
+def best_of_shard(
     logits: torch.Tensor, rows: Sequence[SamplingRow], begin: int, *, is_whole: bool, best_of: BestDraws
-) -> ShardDraws:
-    """Return a shard's part of each draw; draws that have filters have candidates, unless the shard is the whole.
+) -> Float64Array:
+    """Return the best (score, id) of each draw, edits applied: float64 [draws, 2].
 
-    `logits` is float32 [draws, shard rows] on the host, the first column being vocabulary row `begin`. With `is_whole`
-    it is `best_of` that applies filters.
+    `logits` is float32 [draws, shard rows] on the host, the first column being vocabulary row `begin`. Draws with
+    filters get no meaning unless `is_whole`.
     """
-    filtered = [] if is_whole else [i for i, row in enumerate(rows) if row.is_filtered]
-    edited = [i for i, row in enumerate(rows) if row.edits is not None and i not in filtered]
-    later = {*filtered, *edited}
+    left_out = [] if is_whole else [i for i, row in enumerate(rows) if row.is_filtered]
+    edited = [i for i, row in enumerate(rows) if row.edits is not None and i not in left_out]
+    later = {*left_out, *edited}
     plain = [row._replace(temperature=0.0) if i in later else row for i, row in enumerate(rows)]
-    draws = ShardDraws(best_of(logits, plain, begin), {})
+    best = best_of(logits, plain, begin)
     for chunk in chunks_of(edited, logits.shape[1]):
-        draws.best[chunk] = best_of(edited_logits(logits, rows, chunk, begin), [rows[i] for i in chunk], begin)
-    for chunk in chunks_of(filtered, logits.shape[1]):
-        scaled, its = scaled_logits(logits, rows, chunk, begin), [rows[i] for i in chunk]
-        draws.candidates.update(zip(chunk, candidates_of_shard(scaled, its, begin), strict=True))
-    return draws
-
-
-def candidates_of_shard(
-    scaled: torch.Tensor, rows: Sequence[SamplingRow], begin: int, *, wants_all: bool = False
-) -> list[ShardCandidates]:
-    """Return the top rows of a shard for each draw, or all of them; `scaled` is from `scaled_logits`."""
-    values = scaled.numpy()
-    counts = [values.shape[1] if wants_all else row.num_candidates(values.shape[1]) for row in rows]
-    totals = _nucleus_totals(scaled, rows)
-    # NaN is the largest of all. Rank 0 refuses its draw, so the other candidates do not matter.
-    largest = values.max(axis=1).tolist()
-    ids = [
-        np.arange(count) if math.isnan(top) else best_first(row, count)
-        for row, count, top in zip(values, counts, largest, strict=True)
-    ]
-    noise = gumbel_noise_at([row.noise_key for row in rows], ids, begin=begin, count=values.shape[1])
-    return [
-        ShardCandidates.make(
-            largest=largest[i],
-            log_sum_exp=totals[i],
-            scaled=values[i, chosen].astype(np.float64),
-            noise=noise[i].astype(np.float64),
-            ids=(chosen + begin).astype(np.float64),
-            shard_rows=values.shape[1],
-        )
-        for i, chosen in enumerate(ids)
-    ]
-
-
-def scaled_logits(logits: torch.Tensor, rows: Sequence[SamplingRow], chosen: Sequence[int], begin: int) -> torch.Tensor:
-    """Return a copy of the chosen draws' logits, edited and divided by the temperature: float32 [chosen, columns]."""
-    temperatures = torch.tensor([[rows[i].temperature] for i in chosen], dtype=torch.float32)
-    return edited_logits(logits, rows, chosen, begin).div_(temperatures)
+        best[chunk] = best_of(edited_logits(logits, rows, chunk, begin), [rows[i] for i in chunk], begin)
+    return best
 
 
 def edited_logits(logits: torch.Tensor, rows: Sequence[SamplingRow], chosen: Sequence[int], begin: int) -> torch.Tensor:
@@ -244,16 +147,6 @@ def log_sum_exp_of(values: Float64Array) -> float:
     """Reduce numbers none of which is NaN or +inf; -inf if all are."""
     largest = float(values.max())
     return largest + math.log(np.exp(values - largest).sum()) if largest > -math.inf else largest
-
-
-def _nucleus_totals(scaled: torch.Tensor, rows: Sequence[SamplingRow]) -> list[float]:
-    """Return log_sum_exp of each draw that takes its nucleus from the whole vocabulary, and 0 for the others."""
-    totals = [0.0] * len(rows)
-    needed = [i for i, row in enumerate(rows) if row.has_nucleus and not row.top_k]
-    if needed:
-        for i, total in zip(needed, log_sum_exp(take_rows(scaled, needed)).tolist(), strict=True):
-            totals[i] = total
-    return totals
 
 
 def _best(scores: torch.Tensor, begin: int) -> Float64Array:

@@ -190,10 +190,10 @@ static inline int is_drawable(const hc_filtered_row *row) { return fabsf(row->wh
 
 /* The largest of each strip of columns [begin, end), in which no more than the last strips are cut off. */
 static void keep_strips(const float *x, uint64_t begin, uint64_t end, float *strips) {
-    for (uint64_t group = begin; group < end; group += HC_STRIPS, strips += HC_LANES)
+    for (uint64_t group = begin; group < end; group += HC_GROUP_COLUMNS, strips += HC_LANES)
         for (uint64_t lane = 0; lane < HC_LANES; lane += HC_W) {
             vf largest = v_all(-INFINITY);
-            for (uint64_t i = group + lane; i < end && i < group + HC_STRIPS; i += HC_LANES) {
+            for (uint64_t i = group + lane; i < end && i < group + HC_GROUP_COLUMNS; i += HC_LANES) {
                 vf value = end - i < HC_W ? v_all(-INFINITY) : v_load(x + i);
                 for (uint64_t rest = 0; end - i < HC_W && rest < end - i; rest++)
                     value[rest] = x[i + rest];
@@ -223,11 +223,11 @@ static void list_column(const hc_filtered_row *row, uint64_t column) {
 /* Of columns [begin, end), which begin with a group of strips. */
 static void list_and_weigh(const hc_choose_op *op, uint64_t at, const hc_filtered_row *row, uint64_t begin, uint64_t end) {
     float floor = row->state->floor, temperature = row->whole.temperature;
-    const float *strips = row->strips + begin / HC_STRIPS * HC_LANES;
-    for (uint64_t group = begin; group < end; group += HC_STRIPS, strips += HC_LANES)
+    const float *strips = row->strips + begin / HC_GROUP_COLUMNS * HC_LANES;
+    for (uint64_t group = begin; group < end; group += HC_GROUP_COLUMNS, strips += HC_LANES)
         for (uint64_t lane = 0; lane < HC_LANES; lane += HC_W) {
             vi reach = ~(v_load(strips + lane) / temperature < floor);
-            uint64_t last = end - group < HC_STRIPS ? end : group + HC_STRIPS;
+            uint64_t last = end - group < HC_GROUP_COLUMNS ? end : group + HC_GROUP_COLUMNS;
             for (uint64_t i = 0; v_any(reach) && i < HC_W; i++)
                 for (uint64_t column = group + lane + i; reach[i] && column < last; column += HC_LANES)
                     list_column(row, column);
@@ -278,7 +278,7 @@ static hc_found best_left(const hc_choose_op *op, uint64_t at, const hc_filtered
 
 /* Finds for filtered rows what is needed of them; all members come here. */
 static void prepare_filters(const hc_choose_op *op, hc_crew *crew, uint64_t member) {
-    uint64_t rows = op->op.rows, groups = (op->columns + HC_STRIPS - 1) / HC_STRIPS, begin, end;
+    uint64_t rows = op->op.rows, groups = (op->columns + HC_GROUP_COLUMNS - 1) / HC_GROUP_COLUMNS, begin, end;
     hc_share_of(rows, crew->size, member, &begin, &end);
     for (uint64_t at = begin; at < end; at++) {
         hc_filtered_row row = filtered_row(op, at, crew->size);
@@ -290,7 +290,7 @@ static void prepare_filters(const hc_choose_op *op, hc_crew *crew, uint64_t memb
     }
     hc_meet(crew);
     hc_share_of(groups, crew->size, member, &begin, &end);
-    begin *= HC_STRIPS, end = end == groups ? op->columns : end * HC_STRIPS;
+    begin *= HC_GROUP_COLUMNS, end = end == groups ? op->columns : end * HC_GROUP_COLUMNS;
     for (uint64_t at = 0; at < rows; at++) {
         hc_filtered_row row = filtered_row(op, at, crew->size);
         if (is_filtered(op, at) && is_drawable(&row))
@@ -301,7 +301,7 @@ static void prepare_filters(const hc_choose_op *op, hc_crew *crew, uint64_t memb
 
 void HC_NAME(choose)(const hc_op *header, hc_crew *crew, uint64_t member) {
     const hc_choose_op *op = (const hc_choose_op *)header;
-    uint64_t rows = header->rows, groups = (op->columns + HC_STRIPS - 1) / HC_STRIPS, begin, end;
+    uint64_t rows = header->rows, groups = (op->columns + HC_GROUP_COLUMNS - 1) / HC_GROUP_COLUMNS, begin, end;
     hc_found *found = op->scratch; /* [members, rows] */
     int has_filters = 0;
     for (uint64_t row = 0; row < rows; row++) {
@@ -311,7 +311,8 @@ void HC_NAME(choose)(const hc_op *header, hc_crew *crew, uint64_t member) {
             has_filters = 1;
             hc_share_of(groups, crew->size, member, &begin, &end);
             float *strips = strips_of(state_of(op, row, crew->size)) + begin * HC_LANES;
-            keep_strips(op->x + row * op->columns, begin * HC_STRIPS, end == groups ? op->columns : end * HC_STRIPS, strips);
+            uint64_t last = end == groups ? op->columns : end * HC_GROUP_COLUMNS;
+            keep_strips(op->x + row * op->columns, begin * HC_GROUP_COLUMNS, last, strips);
         }
     }
     hc_meet(crew);

@@ -6,10 +6,10 @@
 
 #include "kernel.h"
 
-#define HC_LISTED 2048 /* columns that a list has room for */
-#define HC_WANTED 512  /* columns of a nucleus, of which nearly all have less */
-#define HC_GROUP_STRIPS 16 /* strips that lie side by side, as lanes do */
-#define HC_STRIPS 256  /* columns of so many strips, 16 each */
+#define HC_LISTED 2048       /* columns that a list has room for */
+#define HC_WANTED 512        /* columns of a nucleus, of which nearly all have less */
+#define HC_GROUP_STRIPS 16   /* strips that lie side by side, as lanes do */
+#define HC_GROUP_COLUMNS 256 /* of a group of strips, 16 columns each */
 
 typedef struct {
     float score;
@@ -28,7 +28,9 @@ typedef struct {
     float floor;             /* values below it are not listed */
 } hc_filtered;
 
-static inline uint64_t hc_strips_of(uint64_t columns) { return (columns + HC_STRIPS - 1) / HC_STRIPS * HC_GROUP_STRIPS; }
+static inline uint64_t hc_strips_of(uint64_t columns) {
+    return (columns + HC_GROUP_COLUMNS - 1) / HC_GROUP_COLUMNS * HC_GROUP_STRIPS;
+}
 
 static inline uint64_t hc_filter_bytes(uint64_t columns) {
     return sizeof(hc_filtered) + HC_LISTED * (sizeof(float) + sizeof(int32_t)) + hc_strips_of(columns) * sizeof(float);

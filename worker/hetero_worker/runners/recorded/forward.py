@@ -28,6 +28,7 @@ import torch
 from hetero_api.sharding import UnitRange
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.distributed.exchange import Exchange
+from hetero_worker.layers.sampler import has_all_rows
 from hetero_worker.memory.budget import mib
 from hetero_worker.models.decoder import Decoder, DecoderInput
 from hetero_worker.native.op_queue import Arena, CommonArena, OpQueue, RecordedOps
@@ -67,8 +68,8 @@ class _Bound:
     exchange: RecordedExchange
     passes: dict[int, tuple[DecoderInput, RecordedPass[ForwardStates] | None]] = field(default_factory=dict)
     """Passes by the identity of their inputs, which are kept here; None for a step that cannot be recorded."""
-    drawn: dict[int, RecordedOps] = field(default_factory=dict)
-    """Passes of one piece followed by their draws, by the same key."""
+    drawn: dict[tuple[int, bool], RecordedOps] = field(default_factory=dict)
+    """Passes of one piece followed by their draws, by the same key and whether these gather whole rows."""
 
     def only_segment(self, step: DecoderInput) -> RecordedOps | None:
         """Return the recording of such steps if it is a single piece, else None."""
@@ -140,23 +141,24 @@ class NativeForward:
     ) -> StepDraws:
         """See `DrawingForward.draw`."""
         bound, step = self._bind(decoder, caches, exchange), batch.decoder_input
+        gathers = not has_all_rows(head_ranges) and any(row.is_filtered for row in rows)
         self._draws.restart(rows, steps)
         for _ in range(steps):
-            if (recorded := bound.drawn.get(id(step))) is not None:
+            if (recorded := bound.drawn.get((id(step), gathers))) is not None:
                 self._op_queue.replay(recorded)
             else:
-                self._draw_anew(bound, batch, head_ranges)
+                self._draw_anew(bound, batch, head_ranges, gathers=gathers)
             on_step()
         return self._draws.of_steps(steps, len(step.token_ids))
 
-    def _draw_anew(self, bound: _Bound, batch: InputBatch, head_ranges: Sequence[UnitRange]) -> None:
+    def _draw_anew(self, bound: _Bound, batch: InputBatch, head_ranges: Sequence[UnitRange], *, gathers: bool) -> None:
         """Compute a step and its draws, and record the draws to be replayed with the pass."""
         step = batch.decoder_input
         logits = self.run(bound.decoder, batch, caches=bound.caches, exchange=bound.outer).logits
         with self._op_queue.computing_in(Arena()), self._op_queue.recording() as draws:
-            self._draws.submit(step, logits, head_ranges=head_ranges, exchange=bound.exchange)
+            self._draws.submit(step, logits, head_ranges=head_ranges, exchange=bound.exchange, gathers=gathers)
         if (segment := bound.only_segment(step)) is not None:
-            bound.drawn[id(step)] = segment.followed_by(draws)
+            bound.drawn[id(step), gathers] = segment.followed_by(draws)
 
     def _record(self, bound: _Bound, step: DecoderInput) -> ForwardStates:
         began_s = time.perf_counter()

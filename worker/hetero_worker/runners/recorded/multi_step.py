@@ -1,7 +1,7 @@
 """Multi-step decode: plain steps one after another, with nothing in between.
 
-A step is *plain* if it only decodes and all its draws are from unedited logits: the largest one, or one with noise, and
-where rank 0 has the whole vocabulary also of what filters leave. A rank whose steps are recorded natively makes a plain
+A step is *plain* if it only decodes and all its draws are from unedited logits: the largest one, or one with noise, of
+what filters leave. A rank whose steps are recorded natively makes a plain
 step with its draws in one call (`recorded.sampling`). Plans that have come together and continue the same sequences
 become one multi-step: all are checked, and their blocks appended, before the first step; the inputs are made once; each
 step is a call; and the slots are brought up to date at the end. The host then pays once for coming back between steps
@@ -23,7 +23,7 @@ import torch
 
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.distributed.exchange import all_can
-from hetero_worker.layers.sampler import has_all_rows, sample_tokens
+from hetero_worker.layers.sampler import sample_tokens
 from hetero_worker.runners.base import SampledToken, StepOutput
 from hetero_worker.runners.recorded.sampling import MAX_STEPS
 from hetero_worker.runners.running_step import StepContext
@@ -49,9 +49,7 @@ def is_plain(plan: ranks_pb2.StepPlan, context: StepContext) -> bool:
     """Return whether the step of an applied plan is plain. The answer is the same on every rank."""
     if not may_lead(plan):
         return False
-    samplings = [context.cache.slots.sampling(slot) for slot in plan.decode_slots]
-    takes_filters = has_all_rows(context.head_ranges)
-    return all(sampling.is_plain and (takes_filters or not sampling.is_filtered) for sampling in samplings)
+    return all(context.cache.slots.sampling(slot).is_plain for slot in plan.decode_slots)
 
 
 class MultiStepDecode:
