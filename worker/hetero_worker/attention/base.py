@@ -189,6 +189,8 @@ class AttentionBackend(ABC):
 
     gather_bytes: int = 0
     """The most bytes that a step's decode rows take beyond what the memory budget counts per cached token."""
+    expansion: LatentExpansion | None = None
+    """What chooses spans whose tokens latent attention expands; None: no span's."""
     is_capturable: bool = False
     """True if a graph may capture decode-only steps: `reserve` and `prepared` keep tables at fixed addresses."""
 

@@ -50,7 +50,7 @@ class TorchPagedAttention(AttentionBackend):
     ) -> None:
         """`reason`: why no faster attention serves, for reports. `expansion`: of latent attention's long spans."""
         self._device = device
-        self._expansion = None if batch_invariant else expansion
+        self.expansion = None if batch_invariant else expansion
         self._by_row = batch_invariant
         self._reason = reason
 
@@ -62,7 +62,7 @@ class TorchPagedAttention(AttentionBackend):
 
     def begin(self, batch: AttentionBatch) -> StepAttention:
         """Return the batch's attention. Indices are made by the first layer that needs them."""
-        return _TorchStep(batch, self._device, by_row=self._by_row, expansion=self._expansion)
+        return _TorchStep(batch, self._device, by_row=self._by_row, expansion=self.expansion)
 
 
 class _TorchStep(StepAttention):

@@ -75,7 +75,7 @@ class TritonPagedAttention(AttentionBackend):
         self._num_programs = num_programs
         self._is_invariant = batch_invariant
         self._value_dim = value_dim
-        self._expansion = None if batch_invariant else expansion
+        self.expansion = None if batch_invariant else expansion
         # Rows are cut only until there are so many splits; these are the splits' partial sums.
         split_bytes = group_size * (head_dim + 2) * torch.float32.itemsize
         self.gather_bytes = 0 if batch_invariant else _MOST_TURNS * self._num_programs * split_bytes
@@ -98,7 +98,7 @@ class TritonPagedAttention(AttentionBackend):
             device=self._device,
             num_programs=num_programs,
             value_dim=self._value_dim,
-            expansion=self._expansion,
+            expansion=self.expansion,
         )
 
     def reserve(self, *, max_rows: int, max_blocks: int, block_size: int) -> None:
