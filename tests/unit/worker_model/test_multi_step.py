@@ -41,7 +41,8 @@ STAGES = Shares(
     kv_heads=((8, 0), (0, 8)), mlp_columns=((50, 0), (0, 50)), vocab_rows=(192, 8), experts=((6, 0), (0, 6))
 )
 HELPED = Shares(kv_heads=((8, 0),), mlp_columns=((20, 30),), vocab_rows=(64, 136), experts=((2, 4),))
-LAYOUTS = {"one": ONE, "two": TWO, "three": THREE, "stages": STAGES, "helped": HELPED}
+ELSEWHERE = Shares(kv_heads=((8, 0),), mlp_columns=((20, 30),), vocab_rows=(0, 200), experts=((2, 4),))
+LAYOUTS = {"one": ONE, "two": TWO, "three": THREE, "stages": STAGES, "helped": HELPED, "elsewhere": ELSEWHERE}
 SAMPLED = ranks_pb2.Sampling(temperature=0.8, top_p=1.0, seed=5)
 HOT = ranks_pb2.Sampling(temperature=3.0, top_p=1.0, seed=2**64 - 1)
 FILTERED = ranks_pb2.Sampling(temperature=0.8, top_p=0.7, seed=5)

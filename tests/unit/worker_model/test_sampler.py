@@ -90,12 +90,16 @@ def test_a_shard_may_have_all_that_filters_leave(filters: dict[str, float]) -> N
     assert _sample(logits, rows, (600, 400)) == [_by_transformers(logits[i], row) for i, row in enumerate(rows)]
 
 
-@pytest.mark.parametrize(("num_filtered", "num_rounds"), [(0, 2), (1, 3), (2, 3), (3, 4), (5, 5)])
-def test_whole_rows_travel_for_draws_with_filters_some_at_a_time(
-    num_filtered: int, num_rounds: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("counts", "num_filtered", "num_rounds"),
+    [((512, 512), 0, 2), ((512, 512), 1, 3), ((512, 512), 2, 3), ((300, 724), 3, 4), ((512, 512), 5, 5),
+     ((0, 1024), 5, 2), ((1024, 0), 5, 1)],
+)  # fmt: skip
+def test_whole_rows_of_a_shared_vocabulary_travel_for_draws_with_filters_some_at_a_time(
+    counts: tuple[int, int], num_filtered: int, num_rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampler, "WHOLE_LOGITS", 2 * 1024)
-    ranges, exchanges = ranges_of_counts((512, 512)), thread_exchanges(2)
+    ranges, exchanges = ranges_of_counts(counts), thread_exchanges(2)
     logits = torch.randn(6, 1024, generator=torch.Generator().manual_seed(1))
     rows = [_row(position=i, top_p=0.9 if i < num_filtered else 1.0) for i in range(6)]
 

@@ -1,9 +1,9 @@
 """Draws tokens from logits whose vocabulary rows lie on different ranks.
 
 A step takes one gathering round and one broadcast: every rank sends the best of its shard, rank 0 decides and sends the
-tokens to all. Draws with filters are made by rank 0 of their whole rows of logits, which are gathered for it. Where
-rank 0 has the whole vocabulary nothing is gathered. Log-probabilities take two more gathering rounds, in steps where a
-draw wants them.
+tokens to all. Draws with filters are of whole rows: where ranks share the vocabulary, rank 0 makes them of rows that
+are gathered for it. Where it has the whole vocabulary nothing is gathered. Log-probabilities take two more gathering
+rounds, in steps where a draw wants them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def start_draws(
     shards = _Shards(tuple(head_ranges), exchange)
     if not shards.own.size:
         return None
-    return sampler.start(rows, logits, shards.own.begin, is_whole=shards.are_one, unknown=unknown)
+    return sampler.start(rows, logits, shards.own.begin, is_whole=not is_shared(head_ranges), unknown=unknown)
 
 
 def prompt_logprobs(
@@ -114,9 +114,9 @@ def prompt_logprobs(
     return _logprobs(logits, targets, _Shards(tuple(head_ranges), exchange))
 
 
-def has_all_rows(head_ranges: Sequence[UnitRange]) -> bool:
-    """Return whether rank 0 has the whole vocabulary."""
-    return all(not rows.size for rows in head_ranges[1:])
+def is_shared(head_ranges: Sequence[UnitRange]) -> bool:
+    """Return whether several ranks have a part of the vocabulary."""
+    return sum(rows.size > 0 for rows in head_ranges) > 1
 
 
 def gather_logits(logits: torch.Tensor, head_ranges: Sequence[UnitRange], exchange: Exchange) -> torch.Tensor:
@@ -142,7 +142,8 @@ class _Shards:
 
     @property
     def are_one(self) -> bool:
-        return has_all_rows(self.head_ranges)
+        """True if rank 0 has the whole vocabulary."""
+        return all(not rows.size for rows in self.head_ranges[1:])
 
     @property
     def filled(self) -> list[UnitRange]:
@@ -183,7 +184,7 @@ def _draw(
     messages = shards.gather(None if own is None else own.reshape(-1), [BEST_FIELDS * len(rows)] * len(shards.filled))
     is_leader = shards.exchange.rank == 0
     best = merge_best([message.reshape(-1, BEST_FIELDS) for message in messages]) if is_leader else None
-    if not shards.are_one:
+    if is_shared(shards.head_ranges):
         for chunk in _whole_rows(rows, shards):
             whole = gather_logits(sampler.to_host(logits, chunk), shards.head_ranges, shards.exchange)
             if best is not None:

@@ -28,7 +28,7 @@ import torch
 from hetero_api.sharding import UnitRange
 from hetero_worker.attention.kv_cache import LayerCache
 from hetero_worker.distributed.exchange import Exchange
-from hetero_worker.layers.sampler import has_all_rows
+from hetero_worker.layers.sampler import is_shared
 from hetero_worker.memory.budget import mib
 from hetero_worker.models.decoder import Decoder, DecoderInput
 from hetero_worker.native.op_queue import Arena, CommonArena, OpQueue, RecordedOps
@@ -141,7 +141,7 @@ class NativeForward:
     ) -> StepDraws:
         """See `DrawingForward.draw`."""
         bound, step = self._bind(decoder, caches, exchange), batch.decoder_input
-        gathers = not has_all_rows(head_ranges) and any(row.is_filtered for row in rows)
+        gathers = is_shared(head_ranges) and any(row.is_filtered for row in rows)
         self._draws.restart(rows, steps)
         for _ in range(steps):
             if (recorded := bound.drawn.get((id(step), gathers))) is not None:
