@@ -44,7 +44,7 @@ SEQUENCES_AT_ONCE: Final = 16
 """Sequences that decode whose states torch computes at a time."""
 SNAPSHOT_PART: Final = 8
 """One part in so many of the memory that is left for the KV cache is for snapshots of states, if layers keep states."""
-WHOLE_LOGITS: Final = 1 << 22
+WHOLE_LOGITS: Final = 1 << 21
 """Logits of whole rows that ranks which share the vocabulary bring together at a time, for draws with filters."""
 LOGITS_AT_ONCE: Final = 3
 """Logits, scores made of them, and noise."""
@@ -411,10 +411,10 @@ class ModelMemory:
         """Return the bytes of both halves of a layer, and of the output head."""
         heads = _most_heads(shard)
         held = self.holder_step + heads * self.prefix_step if heads else 0
-        logits = LOGITS_AT_ONCE * self.logits_bytes(shard)
-        if shard.head_rows.size < self.config.vocab_size:
-            whole = min(WHOLE_LOGITS, self.limits.max_num_seqs * self.config.vocab_size)
-            logits += (2 + LOGITS_AT_ONCE) * LOGIT_BYTES * whole  # two for steps that are recorded
+        # Of whole rows two more, for steps that are recorded. They are counted where a rank has all of its own, too:
+        # what a rank needs grows with what it has.
+        whole = LOGIT_BYTES * min(WHOLE_LOGITS, self.limits.max_num_seqs * self.config.vocab_size)
+        logits = LOGITS_AT_ONCE * self.logits_bytes(shard) + (LOGITS_AT_ONCE + 2) * whole
         return self._residual_of(self.limits.max_num_batched_tokens) + held + logits
 
     def _halves(self, shard: RankShard) -> tuple[int, int, int]:

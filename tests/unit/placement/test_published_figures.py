@@ -12,7 +12,6 @@ MISSES = {
     "KTransformers 0.3, prefill of 2k, AMX",
     "kt-kernel, prefill of 32k, streamed",
     "llama.cpp, prefill; the same, without AMX",
-    "prefill of 32k, streamed",
 }
 """Figures that docs/planning.md calls misses, with the reasons."""
 

@@ -205,10 +205,10 @@ def test_plans_cover_the_model() -> None:
 
 def test_memory_that_is_enough_in_sum_only_is_said_to_be_so() -> None:
     with pytest.raises(PlanError) as caught:
-        solved(config_of(**LLAMA_8B), group(*[cpu(1e10, memory=int(4.53 * GB))] * 8))
+        solved(config_of(**LLAMA_8B), group(*[cpu(1e10, memory=int(4.58 * GB))] * 8))
     text = str(caught.value)
     assert text.count("memory is enough in sum, but no deal fits every rank; dealt by memory, rank ") == 2, text
-    assert "and has 4.53 GB (memoryPerRank of pool cpu)" in text
+    assert "and has 4.58 GB (memoryPerRank of pool cpu)" in text
     fewer = text.partition("CPU ranks only, fewer than 8: ")[2]
-    assert "these 7 ranks have 31.71 GB" in fewer
+    assert "these 7 ranks have 32.06 GB" in fewer
     assert "enough in sum" not in fewer
