@@ -291,9 +291,9 @@ MUTANTS: Final = (
     ),
     Mutant(
         "sampling: top-p keeps one row too many",
-        "worker/hetero_worker/sampling/decision.py",
-        "reached = np.exp(scaled - log_total).cumsum() >= row.top_p",
-        "reached = np.exp(scaled - log_total).cumsum() > row.top_p + 0.2",
+        "worker/hetero_worker/sampling/device_kernels.py",
+        "kept &= shares.cumsum(dim=1).sub_(shares) < top_p",
+        "kept &= shares.cumsum(dim=1).sub_(shares) < top_p + 0.2",
         ("tests/unit/worker_model/test_sampler_distribution.py", "tests/unit/worker_model/test_sampler.py"),
     ),
     Mutant(

@@ -8,7 +8,7 @@ import pytest
 
 from hetero_api.model_config import ModelConfig, RopeConfig
 from hetero_api.model_parts import ExpertsConfig, SlidingAttention
-from hetero_api.rank_memory import CHOICES_AT_ONCE, KvCost, ModelMemory, StepLimits, with_margin
+from hetero_api.rank_memory import CHOICES_AT_ONCE, WHOLE_LOGITS, KvCost, ModelMemory, StepLimits, with_margin
 from hetero_api.sharding import LayerShard, RankShard, UnitRange
 from hetero_worker.native.compute_library import BF16, F4, F8, F16, F32, I4, I8, experts_op, ffi, linear_op
 from hetero_worker.native.loading import address_of
@@ -72,8 +72,11 @@ def test_workspace_grows_with_every_limit(field: str) -> None:
     assert memory(limits=doubled).workspace_bytes(shard) > memory().workspace_bytes(shard)
 
 
-def test_workspace_of_a_rank_that_owns_nothing_is_the_residual_stream() -> None:
-    assert memory().workspace_bytes(part((0, 0), 0, 0)) == 4 * 3 * 64 * 64
+def test_workspace_of_a_rank_that_owns_nothing_is_the_residual_stream_and_whole_rows_of_logits() -> None:
+    whole = 5 * 4 * LIMITS.max_num_seqs * CONFIG.vocab_size
+    assert memory().workspace_bytes(part((0, 0), 0, 0)) == 4 * 3 * 64 * 64 + whole
+    large = dataclasses.replace(CONFIG, vocab_size=1 << 20)
+    assert memory(large).workspace_bytes(part((0, 0), 0, 0)) == 4 * 3 * 64 * 64 + 5 * 4 * WHOLE_LOGITS
 
 
 def test_workspace_bounds_what_experts_and_capped_scores_take() -> None:

@@ -132,7 +132,7 @@ class _Sequence:
         slots = self.block_ids[positions // block_size] * block_size + positions % block_size
         mask = None
         if num_rows > 1 and mask_dtype is not None:
-            mask = _causal_mask(num_rows, len(positions), window, dtype=mask_dtype, device=device)
+            mask = causal_mask(num_rows, len(positions), window, dtype=mask_dtype, device=device)
         return _View(self.begin, self.end, to_device(torch.from_numpy(slots), device), mask)
 
 
@@ -149,7 +149,7 @@ def _first_seen(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position + 1 - window)
 
 
-def _causal_mask(
+def causal_mask(
     num_rows: int, num_tokens: int, window: int | None, *, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Return the additive mask [rows, tokens] of rows whose last one is the last token."""

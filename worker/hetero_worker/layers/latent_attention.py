@@ -17,13 +17,13 @@ from typing import Final
 import numpy as np
 import torch
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.model_parts import LatentShape, RowOrder
 from hetero_api.sharding import UnitRange
 from hetero_worker.attention.base import AttentionBatch, AttentionRule, PrefillSpan, StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
+from hetero_worker.attention.torch_paged import causal_mask
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.blocks import Attention, SumOverRanks
@@ -127,8 +127,9 @@ class LatentAttention(Attention):
     ) -> None:
         """Attend with a span's rotated queries [rows, heads, query_dim]; write `out` [rows, heads, value_dim]."""
         assert attention.expansion is not None
-        slots = attention.once(_CachedSlots).of(span, cache.block_size)
-        cached = cache.keys.index_select(0, slots).squeeze(1).to(query.dtype)
+        seen = attention.once(_SeenTokens)
+        cached = cache.keys.index_select(0, seen.slots(span, cache.block_size)).squeeze(1).to(query.dtype)
+        mask = seen.mask(span, query.dtype)
         step = attention.expansion.heads_at_once(span)
         for first in range(0, self._num_heads, step):
             heads = slice(first, first + step)
@@ -137,7 +138,8 @@ class LatentAttention(Attention):
                 query[:, heads].transpose(0, 1).unsqueeze(0),
                 keys.unsqueeze(0),
                 values.unsqueeze(0),
-                attn_mask=causal_lower_right(len(query), len(cached)),
+                attn_mask=mask,
+                is_causal=mask is None,
                 scale=self._rule.scale,
             )
             out[:, heads] = attended[0, :, :, : self._shape.value_dim].transpose(0, 1)
@@ -200,20 +202,30 @@ class _HeadMatrices:
         return keys, values
 
 
-class _CachedSlots:
-    """Where the cached vectors of a step's spans lie, made for its first layer."""
+class _SeenTokens:
+    """What spans of a step attend to, made for its first layer."""
 
     def __init__(self, batch: AttentionBatch) -> None:
         self._device = batch.slot_mapping.device
-        self._of: dict[int, torch.Tensor] = {}
+        self._slots: dict[int, torch.Tensor] = {}
+        self._masks: dict[int, torch.Tensor] = {}
 
-    def of(self, span: PrefillSpan, block_size: int) -> torch.Tensor:
-        """Return int32 [tokens]."""
-        if span.begin not in self._of:
+    def slots(self, span: PrefillSpan, block_size: int) -> torch.Tensor:
+        """Return where the span's cached vectors lie: int32 [tokens]."""
+        if span.begin not in self._slots:
             positions = np.arange(span.length, dtype=np.int32)
             slots = span.block_ids[positions // block_size] * block_size + positions % block_size
-            self._of[span.begin] = to_device(torch.from_numpy(slots), self._device)
-        return self._of[span.begin]
+            self._slots[span.begin] = to_device(torch.from_numpy(slots), self._device)
+        return self._slots[span.begin]
+
+    def mask(self, span: PrefillSpan, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the additive mask [rows, tokens]; None for a sequence's first rows, which need none of their own."""
+        if not span.num_computed:
+            return None
+        if span.begin not in self._masks:
+            rows = span.end - span.begin
+            self._masks[span.begin] = causal_mask(rows, span.length, None, dtype=dtype, device=self._device)
+        return self._masks[span.begin]
 
 
 def _compressed_norm(name: str, width: int, ops: FusedOps) -> RmsNorm:
