@@ -203,7 +203,7 @@ class _HeadMatrices:
 
 
 class _SeenTokens:
-    """What spans of a step attend to, made for its first layer."""
+    """Tokens that spans of a step attend to, found for its first layer."""
 
     def __init__(self, batch: AttentionBatch) -> None:
         self._device = batch.slot_mapping.device
