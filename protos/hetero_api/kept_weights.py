@@ -88,7 +88,7 @@ class KeptWeights:
             rows = (1 + config.gated_attention) * config.group_size + 2 * config.made_kv_heads
             return rows * config.head_dim * self.layers.row_bytes(hidden) + columns
         queries = latent.query_dim * self.layers.row_bytes(latent.query_rank or hidden)
-        by_head = latent.rank * (latent.nope_dim + latent.value_dim) * self._kept(None).float_bytes
+        by_head = latent.by_head_elements * self._kept(None).float_bytes
         return queries + by_head + columns
 
     def delta_head_bytes(self, config: ModelConfig) -> int:

@@ -296,7 +296,7 @@ class ModelConfig:
             heads = (2 + self.gated_attention) * self.group_size + 2 * self.made_kv_heads
             return self.hidden_size * self.head_dim * heads
         queries = (latent.query_rank or self.hidden_size) * latent.query_dim
-        return queries + latent.rank * (latent.nope_dim + latent.value_dim) + self.hidden_size * latent.value_dim
+        return queries + latent.by_head_elements + self.hidden_size * latent.value_dim
 
     @property
     def _delta_parameters(self) -> int:

@@ -175,6 +175,13 @@ class LatentShape:
         return self.rank + self.rope_dim
 
     @property
+    def by_head_elements(self) -> int:
+        """Elements of a head's matrices to the cache's space and back: a row takes as many products with them as a
+        cached token does that is expanded.
+        """
+        return self.rank * (self.nope_dim + self.value_dim)
+
+    @property
     def expanded_elements(self) -> int:
         """Elements that a head's key and value of a token take while they are made: a part of the key, the key, the
         value, and the value at least as wide as the key.

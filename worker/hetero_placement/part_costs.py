@@ -172,7 +172,7 @@ class Rates:
             # As `attention.base.LatentExpansion` chooses: the rows' own tokens take no more products than their queries
             # and results do otherwise.
             before = max(0.0, tokens - rows / 2)
-            expanding = 2 * latent.rank * (latent.nope_dim + latent.value_dim) * before
+            expanding = 2 * latent.by_head_elements * before
             flops = min(flops, 2 * (latent.query_dim + latent.value_dim) * pairs + expanding)
         return self._attention(dtype, rows, cache_dtype or dtype, tokens=tokens, flops=flops)
 

@@ -85,9 +85,9 @@ def test_logits_are_those_of_the_whole(
     shares, num_gpu_ranks = LAYOUTS[layout]
     group = RankGroup(checkpoint.directory, shares, num_gpu_ranks=num_gpu_ranks, kv_cache_dtype=dtype)
     builder = PlanBuilder(group)
-    for slot, length in ((0, 41), (1, 23)):
+    for slot, length in ((0, 43), (1, 23)):
         builder.start(slot, [(slot * 37 + i * i * 11 + i) % VOCAB_SIZE for i in range(length)])
-    for counts in ((23, None), (11, None), (7, None), (None, None)):
+    for counts in ((23, None), (11, None), (7, None), (1, None), (None, None)):
         for slot in (1, 0):
             builder.schedule(slot, counts[slot])
         outcome = builder.run()
@@ -95,7 +95,7 @@ def test_logits_are_those_of_the_whole(
             expected = checkpoint.logits(builder.sequences[slot].tokens[:-1])[-1]
             difference = (outcome.logits[row] - expected).abs().max()
             assert difference <= (0.02 if dtype else TOLERANCE)
-    assert {(0, 23), (23, 11), (34, 7)} <= set(spans)
+    assert {(0, 23), (23, 11), (34, 7), (41, 1)} <= set(spans)
 
 
 def test_invariant_rows_and_host_cores_do_not_expand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ class LatentExpansion:
         shape, rows = self.shape, span.end - span.begin
         saved_a_pair = shape.cached_dim + shape.rank - shape.query_dim - shape.value_dim
         pairs = rows * span.num_computed + rows * (rows + 1) // 2
-        expanding = span.num_computed * shape.rank * (shape.nope_dim + shape.value_dim)
+        expanding = span.num_computed * shape.by_head_elements
         return rows >= self.least_rows and expanding < pairs * saved_a_pair
 
 

@@ -74,7 +74,7 @@ class _TorchStep(StepAttention):
         self._sequences = list(_sequences(kept))
         self._device = device
         self._by_row = by_row
-        self._views: dict[int | None, list[_View]] = {}
+        self._views: dict[int | None, list[SeenTokens]] = {}
 
     def attend_written(self, query: torch.Tensor, cache: LayerCache, rule: AttentionRule) -> torch.Tensor:
         """See `StepAttention.attend_written`."""
@@ -91,7 +91,7 @@ class _TorchStep(StepAttention):
                 out[rows] = _attend(query[rows], keys, values, view.mask, rule)
         return out
 
-    def _views_of(self, window: int | None, block_size: int, dtype: torch.dtype) -> list[_View]:
+    def _views_of(self, window: int | None, block_size: int, dtype: torch.dtype) -> list[SeenTokens]:
         if window not in self._views:
             self._views[window] = [
                 sequence.view(window, block_size, device=self._device, mask_dtype=None if self._by_row else dtype)
@@ -101,7 +101,7 @@ class _TorchStep(StepAttention):
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class SeenTokens:
     """Tokens that the rows [begin, end) of a step see through a window."""
 
     begin: int
@@ -113,7 +113,7 @@ class _View:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sequence:
+class SequenceRows:
     """Rows [begin, end) of the step: one row that decodes, or a span."""
 
     begin: int
@@ -124,7 +124,7 @@ class _Sequence:
 
     def view(
         self, window: int | None, block_size: int, *, device: torch.device, mask_dtype: torch.dtype | None
-    ) -> _View:
+    ) -> SeenTokens:
         """Return slots and mask on the device; `mask_dtype` None: without a mask."""
         num_rows = self.end - self.begin
         first = _first_seen(self.length - num_rows, window)
@@ -132,16 +132,16 @@ class _Sequence:
         slots = self.block_ids[positions // block_size] * block_size + positions % block_size
         mask = None
         if num_rows > 1 and mask_dtype is not None:
-            mask = causal_mask(num_rows, len(positions), window, dtype=mask_dtype, device=device)
-        return _View(self.begin, self.end, to_device(torch.from_numpy(slots), device), mask)
+            mask = _causal_mask(num_rows, len(positions), window, dtype=mask_dtype, device=device)
+        return SeenTokens(self.begin, self.end, to_device(torch.from_numpy(slots), device), mask)
 
 
-def _sequences(batch: AttentionBatch) -> Iterator[_Sequence]:
+def _sequences(batch: AttentionBatch) -> Iterator[SequenceRows]:
     decode = batch.decode
     for row, (length, table) in enumerate(zip(decode.lengths.tolist(), decode.block_tables, strict=True)):
-        yield _Sequence(row, row + 1, length, table)
+        yield SequenceRows(row, row + 1, length, table)
     for span in batch.prefills:
-        yield _Sequence(span.begin, span.end, span.length, span.block_ids)
+        yield SequenceRows(span.begin, span.end, span.length, span.block_ids)
 
 
 def _first_seen(position: int, window: int | None) -> int:
@@ -149,7 +149,7 @@ def _first_seen(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position + 1 - window)
 
 
-def causal_mask(
+def _causal_mask(
     num_rows: int, num_tokens: int, window: int | None, *, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Return the additive mask [rows, tokens] of rows whose last one is the last token."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -23,7 +22,7 @@ from hetero_api.model_parts import LatentShape, RowOrder
 from hetero_api.sharding import UnitRange
 from hetero_worker.attention.base import AttentionBatch, AttentionRule, PrefillSpan, StepAttention
 from hetero_worker.attention.kv_cache import LayerCache
-from hetero_worker.attention.torch_paged import causal_mask
+from hetero_worker.attention.torch_paged import SeenTokens, SequenceRows
 from hetero_worker.checkpoints.checkpoint import Checkpoint
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.layers.blocks import Attention, SumOverRanks
@@ -33,7 +32,7 @@ from hetero_worker.layers.linear_kernels import LinearKernel, PackedHeads
 from hetero_worker.layers.norm import ResidualStream, RmsNorm
 from hetero_worker.layers.packing import floats_dtype
 from hetero_worker.layers.rotary import Rotation
-from hetero_worker.memory.streams import HOST, to_device
+from hetero_worker.memory.streams import HOST
 
 _EPS: Final = 1e-6
 """Of norms of compressed vectors, whatever the model's other norms have."""
@@ -127,9 +126,8 @@ class LatentAttention(Attention):
     ) -> None:
         """Attend with a span's rotated queries [rows, heads, query_dim]; write `out` [rows, heads, value_dim]."""
         assert attention.expansion is not None
-        seen = attention.once(_SeenTokens)
-        cached = cache.keys.index_select(0, seen.slots(span, cache.block_size)).squeeze(1).to(query.dtype)
-        mask = seen.mask(span, query.dtype)
+        seen = attention.once(_SeenBySpans).of(span, cache.block_size, query.dtype)
+        cached = cache.keys.index_select(0, seen.slots).squeeze(1).to(query.dtype)
         step = attention.expansion.heads_at_once(span)
         for first in range(0, self._num_heads, step):
             heads = slice(first, first + step)
@@ -138,8 +136,8 @@ class LatentAttention(Attention):
                 query[:, heads].transpose(0, 1).unsqueeze(0),
                 keys.unsqueeze(0),
                 values.unsqueeze(0),
-                attn_mask=mask,
-                is_causal=mask is None,
+                attn_mask=seen.mask,
+                is_causal=not span.num_computed,
                 scale=self._rule.scale,
             )
             out[:, heads] = attended[0, :, :, : self._shape.value_dim].transpose(0, 1)
@@ -202,30 +200,20 @@ class _HeadMatrices:
         return keys, values
 
 
-class _SeenTokens:
+class _SeenBySpans:
     """Tokens that spans of a step attend to, found for its first layer."""
 
     def __init__(self, batch: AttentionBatch) -> None:
         self._device = batch.slot_mapping.device
-        self._slots: dict[int, torch.Tensor] = {}
-        self._masks: dict[int, torch.Tensor] = {}
+        self._seen: dict[int, SeenTokens] = {}
 
-    def slots(self, span: PrefillSpan, block_size: int) -> torch.Tensor:
-        """Return where the span's cached vectors lie: int32 [tokens]."""
-        if span.begin not in self._slots:
-            positions = np.arange(span.length, dtype=np.int32)
-            slots = span.block_ids[positions // block_size] * block_size + positions % block_size
-            self._slots[span.begin] = to_device(torch.from_numpy(slots), self._device)
-        return self._slots[span.begin]
-
-    def mask(self, span: PrefillSpan, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the additive mask [rows, tokens]; None for a sequence's first rows, which need none of their own."""
-        if not span.num_computed:
-            return None
-        if span.begin not in self._masks:
-            rows = span.end - span.begin
-            self._masks[span.begin] = causal_mask(rows, span.length, None, dtype=dtype, device=self._device)
-        return self._masks[span.begin]
+    def of(self, span: PrefillSpan, block_size: int, dtype: torch.dtype) -> SeenTokens:
+        """Return the span's. A sequence's first rows have no mask of their own: the triangle is torch's."""
+        if span.begin not in self._seen:
+            rows = SequenceRows(span.begin, span.end, span.length, span.block_ids)
+            mask_dtype = dtype if span.num_computed else None
+            self._seen[span.begin] = rows.view(None, block_size, device=self._device, mask_dtype=mask_dtype)
+        return self._seen[span.begin]
 
 
 def _compressed_norm(name: str, width: int, ops: FusedOps) -> RmsNorm:
