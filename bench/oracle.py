@@ -77,6 +77,7 @@ class OracleRank:
         self._oracle, self._num_prompt = _Oracle((), rate=0.0, vocab_size=config.vocab_size), 0
         drafting = None if draft is None else DraftModel(backend, draft, sample=self._replace_draws)
         self._runner = PlanRunner(backend, draft=drafting)
+        draft_plan = None if draft is None else ShardPlan.whole(ModelConfig.from_directory(draft))
         self._vocab_size, self._drafts = config.vocab_size, draft is not None
         self._request = LoadRequest(
             directory=model,
@@ -88,7 +89,7 @@ class OracleRank:
             max_num_batched_tokens=MAX_MODEL_LEN,
             max_num_seqs=16,
             memory_bytes=4 << 30,
-            has_draft=self._drafts,
+            draft_plan=draft_plan,
         )
 
     def serve(self, prompt: Sequence[int], *, known: Sequence[int] = (), rate: float = 0.0) -> Course:

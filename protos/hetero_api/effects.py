@@ -46,6 +46,7 @@ EFFECTS: Final[Mapping[str, Effect]] = {
     "engine": Effect.GATEWAY,
     "engine.adapters.load.uri": Effect.RANKS,
     "engine.speculative.draft": Effect.RANKS,
+    "engine.speculative.draft.ranks": Effect.GATEWAY,
     "gateway": Effect.GATEWAY,
     "gateway.service": Effect.NONE,
     "gateway.auth.mode": Effect.NONE,

@@ -144,6 +144,11 @@ class ShardPlan:
         """Number of layers."""
         return len(self.ranks[0].layers)
 
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Ranks that hold anything, ascending."""
+        return tuple(r for r, shard in enumerate(self.ranks) if not shard.is_empty)
+
     def attention_owners(self, layer: int) -> tuple[int, ...]:
         """Ranks that hold KV heads of the layer, ascending."""
         return tuple(r for r, shard in enumerate(self.ranks) if shard.layers[layer].kv_heads.size)

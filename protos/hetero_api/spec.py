@@ -226,13 +226,27 @@ class SpeculationKind(SpecEnum):
     MTP = "MTP"
 
 
+class DraftRanks(SpecEnum):
+    """Ranks that hold the draft model."""
+
+    AUTO = "Auto"
+    GPU = "GPU"
+    CPU = "CPU"
+    ALL = "All"
+
+
 class DraftSpec(SpecModel):
-    """A smaller model of the same tokenizer, which rank 0 holds whole, beside its part of the served one."""
+    """A smaller model of the same tokenizer, which ranks hold beside their parts of the served one."""
 
     rules: ClassVar[tuple[Rule, ...]] = URI_RULES
 
     uri: UriText
     """Where it is, as in model.uri. Its weights stay as its files have them; it computes in model.dtype."""
+    ranks: Annotated[DraftRanks, spelled(DraftRanks)] = DraftRanks.AUTO
+    """Who holds it, with its KV cache. GPU: the first GPU rank, whole. CPU: the first CPU rank, whole. All: every layer
+    is split over all ranks, each of which needs one of its KV heads. Auto: where a token is predicted to be drafted
+    fastest, of the places that leave room for the served model.
+    """
 
 
 class SpeculativeSpec(SpecModel):
@@ -263,7 +277,7 @@ class SpeculativeSpec(SpecModel):
     which NGram, Draft and MTP refuse.
     """
     draft: DraftSpec | None = None
-    """The model that proposes. Its memory, and that of its KV cache, are rank 0's."""
+    """The model that proposes."""
     max_tokens: Annotated[int, Field(ge=1, le=16)] = 8
     """Most tokens that are proposed to a request in a step. They count among maxNumSeqs and maxNumBatchedTokens."""
 
@@ -533,6 +547,17 @@ class HeteroInferenceSpec(SpecModel):
             "GpuOnly needs a pool of type GPU",
             lambda spec: (
                 spec.placement.mode != PlacementMode.GPU_ONLY or any(pool.type == PoolType.GPU for pool in spec.pools)
+            ),
+        ),
+        Rule(
+            "engine.speculative.draft.ranks",
+            "!has(self.engine.speculative.draft) || self.engine.speculative.draft.ranks in ['Auto', 'All'] || "
+            "self.pools.exists(pool, pool.type == self.engine.speculative.draft.ranks)",
+            "names a kind of ranks that no pool has; take Auto, All or the other kind",
+            lambda spec: (
+                spec.engine.speculative.draft is None
+                or spec.engine.speculative.draft.ranks in (DraftRanks.AUTO, DraftRanks.ALL)
+                or spec.engine.speculative.draft.ranks in {str(pool.type) for pool in spec.pools}
             ),
         ),
         Rule(

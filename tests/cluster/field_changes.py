@@ -208,6 +208,9 @@ CHANGES: Final[Mapping[str, Change]] = {
     "engine.adapters.overHttp": Change(True, GATEWAY),
     "engine.speculative.kind": Change("Auto", GATEWAY),
     "engine.speculative.maxTokens": Change(4, GATEWAY),
+    "engine.speculative.draft.ranks": Change(
+        "All", GATEWAY, {"engine.speculative": {"kind": "Draft", "draft": {"uri": "pvc://models/one"}}},
+    ),
     "engine.speculative.draft.uri": Change(
         "pvc://models/two", RANKS, {"engine.speculative": {"kind": "Draft", "draft": {"uri": "pvc://models/one"}}},
         shows='"subPath": "two"',

@@ -7,6 +7,7 @@ the exchange in host memory between the two kinds.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -128,6 +129,35 @@ def test_a_mixed_group_equals_transformers_on_every_path(tmp_path: Path, layout:
                 check(client, reference)
             admin.reset_cache(layout=CacheLayout.CONTIGUOUS)
             check(client, reference)
+    assert shared_segments() == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("1 GPU + 3 CPU", "CPU"), ("layers on GPU and CPU", "All"), ("CPU ranks on MLP only", "GPU")]
+)
+def test_a_draft_model_on_other_ranks_than_the_model_is_right_and_changes_no_token(
+    tmp_path: Path, name: str, ranks: str
+) -> None:
+    """The model drafts for itself: what is wrong are near ties, and drafts behind a token that ends nothing."""
+    model = save_tiny_model(tmp_path / "model", "llama", initializer_range=0.15)
+    draft = {"uri": f"file://{model}", "ranks": ranks}
+    engine = {
+        "maxNumBatchedTokens": 50,
+        "kvCacheMemoryBytes": "4Mi",
+        "speculative": {"kind": "Draft", "draft": draft, "maxTokens": 4},
+    }
+    with (
+        mixed_group(tmp_path, model, LAYOUTS[name], engine=engine, max_model_len=160) as group,
+        group.client() as client,
+    ):
+        check(client, Reference.from_directory(model))
+        with group.admin() as admin:
+            topology = admin.topology()
+        drafting = [rank.rank for rank in topology.ranks if any(kernel.startswith("draft=") for kernel in rank.kernels)]
+        gpus, everyone = LAYOUTS[name].gpus, len(topology.ranks)
+        assert drafting == {"CPU": [gpus], "GPU": [0], "All": list(range(everyone))}[ranks]
+        accepted, proposed = map(int, re.findall(r"(\d+) of (\d+) proposed tokens accepted", topology.speculation)[0])
+        assert accepted > 0.8 * proposed > 40
     assert shared_segments() == set()
 
 

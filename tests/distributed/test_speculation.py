@@ -62,10 +62,10 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def group(
-    folder: Path, kind: str, *, model: Path, mode: str, longest: int, draft: Path | None = None
+    folder: Path, kind: str, *, model: Path, mode: str, longest: int, draft: Path | None = None, ranks: str = "Auto"
 ) -> LocalGroupProcess:
-    """`longest`: tokens of the longest of ASKED; every start computes a step of so many."""
-    speculative = {"kind": kind, **({} if draft is None else {"draft": {"uri": f"file://{draft}"}})}
+    """`longest`: tokens of the longest of ASKED; every start computes a step of so many. `ranks`: of the draft."""
+    speculative = {"kind": kind, **({} if draft is None else {"draft": {"uri": f"file://{draft}", "ranks": ranks}})}
     engine = {"speculative": speculative, "maxNumSeqs": len(ASKED), "maxNumBatchedTokens": longest}
     manifest = write_manifest(folder, model=model, name=kind.lower(), mode=mode, shares=SHARES[mode], engine=engine)
     return LocalGroupProcess(manifest, home=folder / kind)
@@ -105,13 +105,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[object
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode", "drafts", "victim_is"),
+    ("kind", "mode", "drafted_on", "victim_is"),
     [
-        ("NGram", "Tensor", False, "cpu-1"),
-        ("NGram", "Layer", False, "cpu-1"),
-        ("Auto", "Layer", False, None),
-        ("Draft", "Tensor", True, "cpu-0"),
-        ("Auto", "Layer", True, None),
+        ("NGram", "Tensor", "", "cpu-1"),
+        ("NGram", "Layer", "", "cpu-1"),
+        ("Auto", "Layer", "", None),
+        ("Draft", "Tensor", "CPU", "cpu-0"),
+        ("Draft", "Layer", "All", "cpu-1"),
+        ("Auto", "Layer", "Auto", None),
     ],
 )
 def test_text_is_what_it_is_without_proposals_also_of_a_stream_whose_rank_is_killed(
@@ -121,18 +122,26 @@ def test_text_is_what_it_is_without_proposals_also_of_a_stream_whose_rank_is_kil
     tmp_path: Path,
     kind: str,
     mode: str,
-    drafts: bool,
+    drafted_on: str,
     victim_is: str | None,
 ) -> None:
-    """Rank 0's successor reads the draft model, too."""
+    """The successor of a rank reads its part of the draft model, too."""
     expected = plain(answers, model=smollm2, mode=mode, longest=TOKENS)
-    draft = smaller if drafts else None
-    with group(tmp_path, kind, model=smollm2, mode=mode, longest=TOKENS, draft=draft) as running:
+    draft = smaller if drafted_on else None
+    with group(
+        tmp_path, kind, model=smollm2, mode=mode, longest=TOKENS, draft=draft, ranks=drafted_on or "Auto"
+    ) as running:
         assert answers(running) == expected
         with running.admin() as admin:
-            assert admin.topology().speculation.startswith(kind)
-            if kind != "Auto":
-                assert "proposed tokens accepted" in admin.topology().speculation
+            topology = admin.topology()
+        assert topology.speculation.startswith(kind)
+        if kind != "Auto":
+            assert "proposed tokens accepted" in topology.speculation
+        drafting = [any(kernel.startswith("draft=") for kernel in rank.kernels) for rank in topology.ranks]
+        if drafted_on != "Auto":
+            assert drafting == {"": [False, False], "CPU": [True, False], "All": [True, True]}[drafted_on]
+        assert topology.placement is not None
+        assert ("draft model on " in topology.placement.reason) == bool(drafted_on)
         if victim_is is not None:
             check_a_stream_over_a_loss(running, victim_is)
 

@@ -435,6 +435,12 @@ def _by_rules_of_the_rest() -> list[InvalidResource]:
             "is for the kinds Draft and Auto; leave it out",
         ),
         (
+            "drafts-on-gpus-that-are-not-there",
+            {"spec/engine/speculative": {"kind": "Draft", "draft": {"uri": "hf://org/small", "ranks": "GPU"}}},
+            "spec.engine.speculative.draft.ranks",
+            "names a kind of ranks that no pool has; take Auto, All or the other kind",
+        ),
+        (
             "relative-draft",
             {"spec/engine/speculative": {"kind": "Auto", "draft": {"uri": "file://small"}}},
             "spec.engine.speculative.draft.uri",

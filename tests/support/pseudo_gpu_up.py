@@ -95,11 +95,12 @@ def up(manifest: Path) -> int:
             gpus=[Gpu(number) for number in range(NUM_GPUS)],
         )
         ranks = [replace(rank, cores=(), num_threads=1, numa_policy=NumaPolicy.NONE) for rank in planned.ranks]
-        plan = LocalPlan(tuple(ranks), planned.warnings)
+        plan, draft = LocalPlan(tuple(ranks), planned.warnings), resource.spec.engine.speculative.draft
         config = LocalGroupConfig(
             resource=resource,
             manifest=manifest,
             model_dir=Path(resource.spec.model.uri.removeprefix(_FILE_SCHEME)),
+            draft_dir=None if draft is None else Path(draft.uri.removeprefix(_FILE_SCHEME)),
             plan=plan,
             port=0,
             http_port=0,

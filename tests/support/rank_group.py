@@ -18,6 +18,7 @@ import torch
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan, UnitRange
 from hetero_api.v1 import ranks_pb2
+from hetero_placement.shard_plans import whole_on
 from hetero_worker.backends.cpu import cpu_backend
 from hetero_worker.backends.torch_reference import TorchReference
 from hetero_worker.distributed.exchange import Exchange, HostExchange
@@ -112,15 +113,18 @@ class RankGroup:
         on_top: Callable[[HostExchange], Exchange] = lambda host: host,
         keeps_logits: bool = True,
         draft: Path | None = None,
+        draft_shares: Shares | None = None,
         has_prediction_head: bool = False,
     ) -> None:
         """`make_graphs`: of the pseudo GPUs; None: they have none. `native`: host cores compute by native kernels;
         else by torch's. `recorded`: decode steps on host cores are recorded where they can be. `make_exchanges` None:
         in Python. `on_top`: what a rank uses of its host exchange.
         `keeps_logits`: a recorder is asked for all draws; else the runners draw as they do when they serve. `draft`: a
-        draft model, which rank 0 loads too. `has_prediction_head`: rank 0 drafts with the model's own head."""
+        draft model, which lies on rank 0 or by `draft_shares`. `has_prediction_head`: rank 0 drafts with the model's
+        own head."""
         config = ModelConfig.from_directory(directory).quantized(quantization)
         self.plan = shares.plan_for(config)
+        draft_plan = None if draft is None else _draft_plan(draft, draft_shares, world_size=self.plan.world_size)
         self.recorders = [LogitsRecorder() for _ in self.plan.ranks]
         host = partial(cpu_backend, records=recorded) if native else partial(TorchReference, "no native kernels")
         samplers: list[SampleTokens] = [recorder if keeps_logits else sample_tokens for recorder in self.recorders]
@@ -151,7 +155,7 @@ class RankGroup:
                 max_adapters=max_adapters,
                 max_adapter_rank=16,
                 adapts_experts=adapts_experts,
-                has_draft=draft is not None,
+                draft_plan=draft_plan,
                 has_prediction_head=has_prediction_head,
                 num_gpu_ranks=num_gpu_ranks or None,
             )
@@ -190,6 +194,11 @@ class RankGroup:
         runner.allocate(self.num_blocks, self.block_size, self.num_snapshots)
         self.problems[rank] = runner.share_experts()
         return report
+
+
+def _draft_plan(draft: Path, shares: Shares | None, *, world_size: int) -> ShardPlan:
+    config = ModelConfig.from_directory(draft)
+    return whole_on(config, 0, world_size) if shares is None else shares.plan_for(config)
 
 
 def _thread_exchanges(plan: ShardPlan) -> Sequence[HostExchange]:

@@ -155,6 +155,11 @@ AFTER: Final[Mapping[str, Mapping[str, Any]]] = {
         "engine.speculative.kind": "Draft",
         "engine.speculative.draft.uri": "file:///models/small",
     },
+    "engine.speculative.draft.ranks": {
+        "engine.speculative.kind": "Draft",
+        "engine.speculative.draft.uri": "file:///models/small",
+        "engine.speculative.draft.ranks": "All",
+    },
     "engine.speculative.maxTokens": {"engine.speculative.maxTokens": 4},
     "engine.expertDeferral": {"engine.expertDeferral": 2},
     "engine.expertStreaming": {"engine.expertStreaming": 0},

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import ShardPlan
-from hetero_api.spec import ExchangeKind, HeteroInferenceSpec, PlacementMode, SpeculationKind, SpeculativeSpec
+from hetero_api.spec import (
+    DraftRanks,
+    ExchangeKind,
+    HeteroInferenceSpec,
+    PlacementMode,
+    SpeculationKind,
+    SpeculativeSpec,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +37,22 @@ class Bounds:
     no_streaming: str = "spec.engine.expertStreaming is 0"
     """Why no experts are streamed, if `expert_streaming` is 0."""
     draft: ModelConfig | None = None
-    """Draft model, whole on rank 0; None: there is none."""
+    """Draft model or prediction head; None: there is none."""
+    draft_ranks: DraftRanks = DraftRanks.AUTO
+    """spec.engine.speculative.draft.ranks."""
+    draft_plan: ShardPlan | None = None
+    """Who owns what of it; None: rank 0 has all."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlace:
+    """Ranks that may hold the draft model."""
+
+    name: str
+    """As in spec.engine.speculative.draft.ranks, where it is one of these."""
+    plan: ShardPlan
+    token_s: float
+    """Predicted seconds of drafting a token for each stream of the workload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +129,12 @@ class Decision:
     options: tuple[Option, ...]
     chosen: Option
     reason: str
+    draft: DraftPlace | None = None
+    """Where the draft model lies; None: there is none."""
+
+    def within(self, bounds: Bounds) -> Bounds:
+        """Return the bounds with the draft model where it lies."""
+        return bounds if self.draft is None else replace(bounds, draft_plan=self.draft.plan)
 
 
 def bounds_of(spec: HeteroInferenceSpec, config: ModelConfig, draft: ModelConfig | None = None) -> Bounds:
@@ -123,6 +151,7 @@ def bounds_of(spec: HeteroInferenceSpec, config: ModelConfig, draft: ModelConfig
         expert_streaming=0 if (no_streaming := _no_streaming(spec)) else spec.engine.expert_streaming,
         no_streaming=no_streaming,
         draft=draft,
+        draft_ranks=DraftRanks.AUTO if (named := spec.engine.speculative.draft) is None else named.ranks,
     )
 
 

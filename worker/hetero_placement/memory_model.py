@@ -32,7 +32,7 @@ from hetero_api.sharding import RankShard, ShardPlan
 from hetero_placement.decision import Bounds
 from hetero_placement.hardware import Hardware
 from hetero_placement.part_costs import element_bytes
-from hetero_placement.shard_plans import UNIT, plan_within_layers
+from hetero_placement.shard_plans import UNIT, plan_within_layers, whole_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,9 @@ class MemoryModel:
         )
         self._num_hosts = len(hardware.ranks) - hardware.num_gpu_ranks
         self._draft = None if bounds.draft is None else replace(self._memory, config=bounds.draft)
+        self._draft_plan = bounds.draft_plan or (
+            None if bounds.draft is None else whole_on(bounds.draft, 0, len(hardware.ranks))
+        )
         self._units: dict[tuple[int, frozenset[int]], UnitBytes] = {}
         self._beside: dict[tuple[int, ...], float] = {}
 
@@ -135,7 +138,7 @@ class MemoryModel:
 
     def need(self, rank: int, shard: RankShard) -> Need:
         """Return the need of a part on a rank; zeros for an empty part."""
-        return _NOTHING if shard.is_empty else self._taken(rank, shard)
+        return _NOTHING if shard.is_empty and self._drafted(rank) is None else self._taken(rank, shard)
 
     def weight_parts(self, rank: int, shard: RankShard) -> WeightParts:
         """Return the weights of a rank's part by part of the model, as `need` counts them."""
@@ -143,22 +146,27 @@ class MemoryModel:
         return memory.weight_parts(shard, packs_head=not self._is_gpu(rank))
 
     def _taken(self, rank: int, shard: RankShard) -> Need:
-        own = self._taken_by_shard(rank, shard)
-        if self._draft is None or rank != 0:
+        own, drafted, is_gpu = self._taken_by_shard(rank, shard), self._drafted(rank), self._is_gpu(rank)
+        if self._draft is None or drafted is None:
             return own
-        draft, whole, is_gpu = self._draft, ShardPlan.whole(self._draft.config).ranks[0], self._is_gpu(rank)
+        draft, part = self._draft, drafted
         memory = replace(draft, weight_bits=self.hardware.ranks[rank].weight_bits, threads=self._threads(rank))
-        weights = memory.weight_parts(whole, packs_head=not is_gpu)
+        weights = memory.weight_parts(part, packs_head=not is_gpu)
         rows = self._config.vocab_size
         borrows = draft.config.follows_states and shard.embedding_rows.size == shard.head_rows.size == rows
         cached = self._tokens if self._bounds.kv_cache_bytes is None else 0  # else a part of these bytes
         return replace(
             own,
             weights=own.weights + weights.total - (weights.vocabulary if borrows else 0),
-            cache=own.cache + cached * draft.kv_cost(whole).cache_bytes,
-            workspace=own.workspace + memory.workspace_bytes(whole),
-            graphs=own.graphs + (GraphMemory.of(draft, whole, self._sizes, num_host_ranks=0).total if is_gpu else 0),
+            cache=own.cache + cached * draft.kv_cost(part).cache_bytes,
+            workspace=own.workspace + memory.workspace_bytes(part),
+            graphs=own.graphs + (self._graphs(draft, part) if is_gpu else 0),
         )
+
+    def _drafted(self, rank: int) -> RankShard | None:
+        """Return the rank's part of the draft model; None if it has none."""
+        part = None if self._draft_plan is None else self._draft_plan.ranks[rank]
+        return None if part is None or part.is_empty else part
 
     def _taken_by_shard(self, rank: int, shard: RankShard) -> Need:
         is_gpu, hardware = self._is_gpu(rank), self.hardware.ranks[rank]
@@ -172,7 +180,7 @@ class MemoryModel:
             cache=cache,
             states=memory.state_bytes(shard) + (cache // (SNAPSHOT_PART - 1) if memory.snapshot_bytes(shard) else 0),
             workspace=with_margin(memory.summed_workspace_bytes(shard)) + gathered + memory.arriving_expert(shard),
-            graphs=self._graphs(shard) if is_gpu else 0,
+            graphs=self._graphs(self._memory, shard) if is_gpu else 0,
             runtime=measured if hardware.runtime_bytes else assumed,
         )
 
@@ -226,24 +234,23 @@ class MemoryModel:
 
     def _kv_cost(self, rank: int, shard: RankShard) -> KvCost:
         """Return the cost of a token position, in the draft model's cache too."""
-        cost = self._memory.kv_cost(shard)
-        if self._draft is None or rank != 0:
+        cost, drafted = self._memory.kv_cost(shard), self._drafted(rank)
+        if self._draft is None or drafted is None:
             return cost
-        drafted = self._draft.kv_cost(ShardPlan.whole(self._draft.config).ranks[0]).cache_bytes
-        return replace(cost, cache_bytes=cost.cache_bytes + drafted)
+        return replace(cost, cache_bytes=cost.cache_bytes + self._draft.kv_cost(drafted).cache_bytes)
 
     def _cache(self, cost: KvCost) -> int:
         """With what decoding takes for each cached token."""
         asked = self._bounds.kv_cache_bytes
         return cost.total_of(asked) if asked is not None else self._tokens * cost.bytes if cost.cache_bytes else 0
 
-    def _graphs(self, shard: RankShard) -> int:
+    def _graphs(self, memory: ModelMemory, shard: RankShard) -> int:
         """Return the largest need a plan may have: with ranks on host cores, if there are any, or without."""
-        alone = GraphMemory.of(self._memory, shard, self._sizes, num_host_ranks=0)
+        alone = GraphMemory.of(memory, shard, self._sizes, num_host_ranks=0)
         if not self._num_hosts:
             return alone.total
         sizes = tuple(size for size in self._sizes if size <= MAX_MIXED_ROWS)
-        mixed = GraphMemory.of(self._memory, shard, sizes, num_host_ranks=self._num_hosts)
+        mixed = GraphMemory.of(memory, shard, sizes, num_host_ranks=self._num_hosts)
         # Graphs of fewer sizes compute with no more; and what does not grow with units may be either's.
         return alone.computing + max(alone.total - alone.computing, mixed.total - mixed.computing)
 

@@ -228,6 +228,11 @@ def plan_of_layers(config: ModelConfig, counts: Sequence[int]) -> ShardPlan:
     )
 
 
+def whole_on(config: ModelConfig, rank: int, world_size: int) -> ShardPlan:
+    """Return the plan in which one rank of several has all of the model."""
+    return plan_of_layers(config, [config.num_layers if each == rank else 0 for each in range(world_size)])
+
+
 def shard_of_layers(config: ModelConfig, begin: int, end: int) -> RankShard:
     """Return the shard of a rank that holds layers [begin, end) and nothing of the others."""
     held = {layer: _layer_on(0, config, layer, 1)[0] for layer in range(begin, end)}

@@ -26,7 +26,8 @@ from hetero_api.sharding import ShardPlan
 from hetero_api.spec import SHARE_KINDS, ExpertDeal, PlacementMode, PlacementShares, PlacementSpec, WorkloadSpec
 from hetero_api.spec_pools import PoolType
 from hetero_placement.cost_model import CostModel
-from hetero_placement.decision import Bounds, Decision, Option, Prediction, Streaming
+from hetero_placement.decision import Bounds, Decision, DraftPlace, Option, Prediction, Streaming
+from hetero_placement.draft import draft_places
 from hetero_placement.hardware import Hardware
 from hetero_placement.layer_search import LayerSearch
 from hetero_placement.memory_model import MemoryModel
@@ -73,12 +74,30 @@ def solve(
 ) -> Decision:
     """Choose the plan to use. Raises PlanError, naming fields, when nothing that the resource allows can be had.
 
+    A draft model goes where it is fastest, of the places that leave room for a plan.
     `exhaustive` bounds how many deals of a component are all looked at; beyond, the search goes step by step. It takes
     milliseconds for some ranks, up to seconds for 64.
     """
-    return _Solver(
-        config, hardware.levelled(), dtype=dtype, placement=placement, bounds=bounds, exhaustive=exhaustive
-    ).solve()
+    hardware, draft, problem = hardware.levelled(), bounds.draft, None
+
+    def solved(within: Bounds) -> Decision:
+        return _Solver(config, hardware, dtype=dtype, placement=placement, bounds=within, exhaustive=exhaustive).solve()
+
+    if draft is None:
+        return solved(bounds)
+    for place in draft_places(draft, hardware, dtype=dtype, bounds=bounds, workload=placement.workload):
+        within = replace(bounds, draft_plan=place.plan)
+        try:
+            decision = solved(within)
+            # The search looks at ranks that compute; another may have the draft model alone.
+            if short := MemoryModel(config, hardware, within, dtype=dtype).problem(decision.plan):
+                raise PlanError(f"spec.engine.speculative.draft.ranks: {place.name}: {short}")
+        except PlanError as error:
+            problem = problem or error
+        else:
+            return replace(decision, draft=place, reason=f"{decision.reason}; {_draft_note(draft, place)}")
+    assert problem is not None, "there is a place to try"
+    raise problem
 
 
 def predict(
@@ -397,6 +416,13 @@ def explain(chosen: Option, options: Sequence[Option], model: CostModel, decode:
     parts += [_comparison(option, own) for option in sorted(others, key=lambda option: option.predicted.workload_s)]
     parts += [f"{option.name} cannot be had: {option.why_not}" for option in options if option.mode and not option.plan]
     return "; ".join(parts)
+
+
+def _draft_note(draft: ModelConfig, place: DraftPlace) -> str:
+    owners = place.plan.owners
+    what = "prediction head" if draft.follows_states else "draft model"
+    where = f"rank {owners[0]}" if len(owners) == 1 else f"{len(owners)} ranks"
+    return f"{what} on {where}: {_seconds(place.token_s)} a drafted token"
 
 
 def _comparison(option: Option, chosen: Prediction) -> str:

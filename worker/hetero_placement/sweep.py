@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from hetero_api.errors import PlanError
@@ -19,9 +19,10 @@ from hetero_api.spec import PlacementShares, WorkloadSpec
 from hetero_api.spec_pools import PoolType
 from hetero_placement.cost_model import CostModel
 from hetero_placement.decision import Bounds, Option
+from hetero_placement.draft import draft_token_s
 from hetero_placement.hardware import Hardware
 from hetero_placement.memory_model import MemoryModel
-from hetero_placement.shard_plans import deal_layers, deal_within_layers
+from hetero_placement.shard_plans import deal_layers, deal_within_layers, whole_on
 from hetero_placement.steps import LOADS, Load, decode_step
 from hetero_placement.streaming import streamed_steps
 
@@ -137,20 +138,19 @@ def rates_with_proposals(
 ) -> tuple[ProposedRate, ...]:
     """Predict the workload's decoding where a proposed token is right with the chance `acceptance`, by source.
 
-    A proposal of k tokens brings 1 + a + ... + a^k. Its step has k rows more a request, and the draft model, which rank
-    0 computes while the others wait, takes k steps of its own; these are taken to be bound by memory.
+    A proposal of k tokens brings 1 + a + ... + a^k. Its step has k rows more a request, and the draft model, which lies
+    where `bounds` say, takes k steps of its own.
     """
     hardware = hardware.levelled()
     model = CostModel.within(bounds, config, hardware, dtype=dtype)
     batch = min(workload.concurrency, bounds.max_num_seqs)
     sources = {"n-grams": 0.0}
     if bounds.draft is not None:
-        first = hardware.ranks[0]
-        alone = replace(first, speeds=replace(first.speeds.alone, costs=()))
-        drafting = CostModel.within(bounds, bounds.draft, Hardware((alone,)), dtype=dtype)
-        whole = ShardPlan.whole(bounds.draft)
         name = "the prediction head" if bounds.draft.follows_states else "the draft model"
-        sources[name] = drafting.decode_step_s(whole, batch=batch, context=workload.decode_context)
+        draft_plan = bounds.draft_plan or whole_on(bounds.draft, 0, len(hardware.ranks))
+        sources[name] = draft_token_s(
+            bounds.draft, hardware, draft_plan, dtype=dtype, bounds=bounds, batch=batch, context=workload.decode_context
+        )
 
     def rate(length: int, draft_s: float) -> float:
         rows = decode_step(batch * (1 + length), workload.decode_context)

@@ -1078,7 +1078,7 @@ class LoadModel(_message.Message):
     EXPERT_DEFERRAL_FIELD_NUMBER: _builtins.int
     MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
     MAX_ADAPTER_RANK_FIELD_NUMBER: _builtins.int
-    HAS_DRAFT_FIELD_NUMBER: _builtins.int
+    DRAFT_PLAN_FIELD_NUMBER: _builtins.int
     HAS_PREDICTION_HEAD_FIELD_NUMBER: _builtins.int
     ADAPTS_EXPERTS_FIELD_NUMBER: _builtins.int
     EXPERT_BUFFER_BYTES_FIELD_NUMBER: _builtins.int
@@ -1106,8 +1106,6 @@ class LoadModel(_message.Message):
     """Adapters that may be loaded at once: memory is kept for them. 0: none can be loaded."""
     max_adapter_rank: _builtins.int
     """Largest rank of an adapter; at least 1 where max_adapters is."""
-    has_draft: _builtins.bool
-    """Whether rank 0 also loads the draft model that it was started with (engine.speculative.draft)."""
     has_prediction_head: _builtins.bool
     """Whether rank 0 also loads the model's first multi-token-prediction head, to draft with (engine.speculative.kind MTP)."""
     adapts_experts: _builtins.bool
@@ -1123,6 +1121,12 @@ class LoadModel(_message.Message):
     @_builtins.property
     def quantization(self) -> Global___Quantization:
         """What weights are quantised to as they are loaded, as in FormGroup."""
+
+    @_builtins.property
+    def draft_plan(self) -> Global___ShardPlan:
+        """Who owns what of the draft model that ranks were started with (engine.speculative.draft); absent: there is none. If
+        it is rank 0's alone, no other rank takes part. Else all do, and its subgroups are all that it needs: no links.
+        """
 
     def __init__(
         self,
@@ -1140,14 +1144,14 @@ class LoadModel(_message.Message):
         expert_deferral: _builtins.int = ...,
         max_adapters: _builtins.int = ...,
         max_adapter_rank: _builtins.int = ...,
-        has_draft: _builtins.bool = ...,
+        draft_plan: Global___ShardPlan | None = ...,
         has_prediction_head: _builtins.bool = ...,
         adapts_experts: _builtins.bool = ...,
         expert_buffer_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_plan", b"draft_plan", "quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapts_experts", b"adapts_experts", "batch_invariant", b"batch_invariant", "cache_size_is_given", b"cache_size_is_given", "device_memory_utilization", b"device_memory_utilization", "dtype", b"dtype", "enforce_eager", b"enforce_eager", "expert_buffer_bytes", b"expert_buffer_bytes", "expert_deferral", b"expert_deferral", "has_draft", b"has_draft", "has_prediction_head", b"has_prediction_head", "kv_cache_dtype", b"kv_cache_dtype", "max_adapter_rank", b"max_adapter_rank", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "plan_key", b"plan_key", "quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapts_experts", b"adapts_experts", "batch_invariant", b"batch_invariant", "cache_size_is_given", b"cache_size_is_given", "device_memory_utilization", b"device_memory_utilization", "draft_plan", b"draft_plan", "dtype", b"dtype", "enforce_eager", b"enforce_eager", "expert_buffer_bytes", b"expert_buffer_bytes", "expert_deferral", b"expert_deferral", "has_prediction_head", b"has_prediction_head", "kv_cache_dtype", b"kv_cache_dtype", "max_adapter_rank", b"max_adapter_rank", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "plan_key", b"plan_key", "quantization", b"quantization", "shard_plan", b"shard_plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1622,7 +1626,7 @@ class StepPlan(_message.Message):
 
     @_builtins.property
     def draft_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Some of the decode_slots, for which rank 0's draft model is to propose what follows the tokens that this step gives ..."""
+        """Some of the decode_slots, for which the draft model is to propose what follows the tokens that this step gives ..."""
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,14 @@ from hetero_gateway.engine.config import EngineConfig, SpeculationConfig
 from hetero_gateway.engine.errors import InvalidRequest, StepMismatch
 from hetero_gateway.engine.request import Completion, Constraint, ConstraintKind, GenerationRequest
 from hetero_gateway.engine.speculation import ngram
-from hetero_gateway.engine.speculation.draft import DraftProposer
 from hetero_gateway.engine.speculation.ngram import NGramIndex, NGramProposer
-from hetero_gateway.engine.speculation.speculator import MOST_COMPLETIONS, Acceptance, Speculator
+from hetero_gateway.engine.speculation.speculator import (
+    MOST_COMPLETIONS,
+    RETRY_STEPS,
+    Acceptance,
+    DraftProposer,
+    Speculator,
+)
 from hetero_gateway.engine.step import DecodeView, ScheduledStep
 from hetero_gateway.engine.steps_in_flight import StepsInFlight
 from hetero_gateway.engine.text.constraints import ConstraintCompiler
@@ -450,6 +456,23 @@ def test_a_draft_model_that_does_not_pay_is_left_alone(right: str, draft_s: floa
     it = Drafted(plain_s=0.02, row_s=0.002, draft_s=draft_s, right=right)
     assert it.run(3000) > 0.97 / it.plain_s
     assert sum(map(bool, it.proposed)) > 1, "it is tried now and then"
+
+
+def test_a_draft_model_that_never_pays_is_tried_less_and_less_until_it_gains() -> None:
+    it = Drafted(plain_s=0.02, row_s=0.002, draft_s=0.002, right="-")
+    it.run(RETRY_STEPS * 20)
+    tries = [step for step, number in enumerate(it.proposed) if number]
+    pauses = [later - earlier for earlier, later in pairwise(tries) if later - earlier > RETRY_STEPS / 2]
+    assert [round(pause / RETRY_STEPS) for pause in pauses] == [1, 2, 4, 8]
+    it.right = "+"
+    it.run(RETRY_STEPS * 32)
+    assert it.proposed[-1] == 8
+    # It was seen to gain: the next pause is the first one again.
+    it.right = "-"
+    it.run(1000)
+    it.right = "+"
+    it.run(2 * RETRY_STEPS)
+    assert it.proposed[-1] == 8
 
 
 def test_a_draft_model_alone_is_asked_for_a_token_at_least() -> None:

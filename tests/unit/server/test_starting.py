@@ -270,6 +270,19 @@ def test_a_draft_model_that_does_not_suit_is_refused(
     assert problem in told
 
 
+def test_a_draft_model_for_all_ranks_has_a_head_for_each(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    write_model(small, num_key_value_heads=1)
+    speculative = {"kind": "Draft", "draft": {"uri": "file:///small", "ranks": "All"}}
+    pools = [{"name": "cpu", "type": "CPU", "ranks": 2}]
+    manifest = write_manifest(tmp_path / "g.yaml", pools=pools, engine={"speculative": speculative})
+    with pytest.raises(UnsupportedSpecError) as refused:
+        read_model(manifest, write_model(tmp_path), small)
+    (told,) = refused.value.problems
+    assert told.startswith("spec.engine.speculative.draft.ranks: All, but it has 1 KV heads for 2 ranks")
+
+
 ADAPTERS = {
     "adapters": {
         "maxLoaded": 3,
@@ -344,8 +357,9 @@ def test_the_model_s_own_head_drafts_for_mtp_and_for_auto_without_a_draft_model(
     assert model.engine_config.speculation == drafted
     settings = model.group_settings
     has_head = drafted is not None and drafted.has_head
-    order = load_order(settings, ShardPlan.whole(settings.config))
-    assert (order.has_prediction_head, order.has_draft) == (has_head, draft)
+    whole = ShardPlan.whole(settings.config)
+    order = load_order(settings, whole, draft_plan=None if settings.draft is None else whole)
+    assert (order.has_prediction_head, order.HasField("draft_plan")) == (has_head, draft)
     assert (settings.draft == settings.config.prediction_head) == has_head
 
 

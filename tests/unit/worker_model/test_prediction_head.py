@@ -307,28 +307,32 @@ def test_old_weights_are_gone_when_their_memory_is_given_back(
     assert alive[0] is False
 
 
-def test_logits_that_are_not_finite_end_a_proposal_and_no_group(random_head: HeadedCheckpoint) -> None:
+def test_logits_that_are_not_finite_spoil_a_proposal_and_no_group(random_head: HeadedCheckpoint) -> None:
     group, _ = drafting_group(random_head.directory, ONE, block_size=32)
     builder, head = PlanBuilder(group), head_of(group)
     builder.start(0, [5, 6, 7, 8, 9])
     builder.schedule(0)
     builder.run()
-    whole, sample = step(builder, drafts=2), head._sample
+    whole, begin, decode = step(builder, drafts=2), head._begin, head._decode
     builder.release(0)
 
-    def fail_later(*args: Any, **named: Any) -> Any:
-        head._sample = failing
-        return sample(*args, **named)
+    def fails(*args: Any) -> torch.Tensor:
+        logits = begin(*args)
+        logits[:, ::2], logits[:, 1::2] = torch.nan, torch.inf
+        return logits
 
-    def failing(*args: Any, **named: Any) -> Any:
-        raise ModelError("the model's logits are not finite")
+    def fails_later(*args: Any) -> torch.Tensor:
+        return decode(*args).fill_(-torch.inf)
 
-    for draws, proposed in ((fail_later, whole[:1]), (failing, [])):
-        head._sample = draws
-        builder.start(0, [5, 6, 7, 8, 9])
-        builder.schedule(0)
-        builder.run()
-        assert list(step(builder, drafts=2)) == list(proposed)
+    for name, failing, right in (("_decode", fails_later, 1), ("_begin", fails, 0)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(head, name, failing)
+            builder.start(0, [5, 6, 7, 8, 9])
+            builder.schedule(0)
+            builder.run()
+            drafts = step(builder, drafts=2)
+        assert len(drafts) == 2
+        assert list(drafts[:right]) == list(whole[:right])
         builder.release(0)
 
 

@@ -266,12 +266,34 @@ def every_kind_of_draw(model: Path, layout: tuple[Shares, Mapping[str, Any]], **
     assert again == expected
 
 
+ON_RANK_1 = Shares(kv_heads=((0, 8),), mlp_columns=((0, 50),), vocab_rows=(0, 200), experts=((0, 6),))
+SHARED: Mapping[str, tuple[Shares, Mapping[str, Any]]] = {
+    "split": (TWO, {"draft_shares": TWO}),
+    "split in three": (THREE, {"draft_shares": THREE}),
+    "split beside stages": (STAGES, {"draft_shares": TWO}),
+    "on rank 1": (TWO, {"draft_shares": ON_RANK_1}),
+    "on rank 1 beside stages": (STAGES, {"draft_shares": ON_RANK_1, "dtype": "bfloat16"}),
+    "on the CPU rank": (TWO, {**LAYOUTS["GPU and CPU"][1], "draft_shares": ON_RANK_1}),
+    "split over GPU and CPU": (TWO, {**LAYOUTS["GPU and CPU"][1], "draft_shares": TWO}),
+}
+"""Draft models of which rank 0 has a part, or nothing."""
+
+
+@pytest.mark.parametrize("layout", SHARED)
+def test_a_draft_model_of_several_ranks_serves_every_kind_of_draw(qwen3: Path, smaller: Path, layout: str) -> None:
+    shares, options = SHARED[layout]
+    plain = {name: option for name, option in options.items() if name != "draft_shares"}
+    every_kind_of_draw(qwen3, (shares, plain), draft=smaller, draft_shares=options["draft_shares"])
+
+
+@pytest.mark.parametrize("drafted", [None, "split", "on rank 1"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "seeded"])
-def test_a_model_that_drafts_for_itself_is_always_right(qwen3: Path, temperature: float) -> None:
+def test_a_model_that_drafts_for_itself_is_always_right(qwen3: Path, temperature: float, drafted: str | None) -> None:
     """Its cache holds the right tokens, and it draws by the keys and edits of the draws to come."""
+    shares, options = (ONE, {}) if drafted is None else SHARED[drafted]
     asked = [replace(repeating(number, temperature=temperature), turn=12 * number) for number in range(20)]
-    expected, plain = serve(RankGroup(qwen3, ONE, keeps_logits=False, num_blocks=40), asked)
-    group = RankGroup(qwen3, ONE, keeps_logits=False, num_blocks=40, draft=qwen3)
+    expected, plain = serve(RankGroup(qwen3, shares, keeps_logits=False, num_blocks=40), asked)
+    group = RankGroup(qwen3, shares, keeps_logits=False, num_blocks=40, draft=qwen3, **options)
     told, proposing = serve(group, asked, Speculator(DRAFTING))
     assert told == expected
     proposed, accepted = proposing.token_ids
@@ -280,11 +302,14 @@ def test_a_model_that_drafts_for_itself_is_always_right(qwen3: Path, temperature
     assert proposing.step_id < 0.8 * plain.step_id
 
 
+@pytest.mark.parametrize("shares", [None, TWO, ON_RANK_1], ids=["on rank 0", "split", "on rank 1"])
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_draft_model_follows_the_cache_to_another_size_and_to_sleep(qwen3: Path, level: int) -> None:
-    group = RankGroup(qwen3, TWO, draft=qwen3)
+def test_a_draft_model_follows_the_cache_to_another_size_and_to_sleep(
+    qwen3: Path, level: int, shares: Shares | None
+) -> None:
+    group = RankGroup(qwen3, TWO, draft=qwen3, draft_shares=shares)
     builder = PlanBuilder(group)
-    assert_drafts_are_right(builder)
+    assert_drafts_are_right(builder, everywhere=shares is not None)
     other = ranks_pb2.AllocateCache(num_blocks=40, block_size=8)
     for command in (
         ranks_pb2.GroupCommand(reset_cache=other),
@@ -295,10 +320,10 @@ def test_a_draft_model_follows_the_cache_to_another_size_and_to_sleep(qwen3: Pat
         outcome = builder.command(command)
         assert all(output.report is not None and output.report.done for output in outcome.outputs)
     builder.use_blocks(other.num_blocks, other.block_size)
-    assert_drafts_are_right(builder)
+    assert_drafts_are_right(builder, everywhere=shares is not None)
 
 
-def assert_drafts_are_right(builder: PlanBuilder) -> None:
+def assert_drafts_are_right(builder: PlanBuilder, *, everywhere: bool) -> None:
     builder.start(0, [5, 6, 7, 8, 9])
     builder.schedule(0)
     builder.run()
@@ -310,7 +335,7 @@ def assert_drafts_are_right(builder: PlanBuilder) -> None:
     builder.sequences[0].tokens.append(outcome.sampled[0].token)
     (draft,) = outcome.outputs[0].drafts
     assert len(draft.token_ids) == 2
-    assert not outcome.outputs[1].drafts
+    assert list(outcome.outputs[1].drafts) == ([draft] if everywhere else [])
     for token in draft.token_ids:
         builder.schedule(0)
         assert builder.run().sampled[0].token == token
@@ -334,10 +359,29 @@ def test_a_draft_model_is_a_part_of_rank_0_s_memory(qwen3: Path, smaller: Path) 
     assert drafting.draft.step_bytes > 0
 
 
+def test_a_draft_model_of_all_ranks_is_a_part_of_each_one_s_memory(qwen3: Path, smaller: Path) -> None:
+    without, beside = RankGroup(qwen3, TWO), RankGroup(qwen3, TWO, draft=smaller, draft_shares=TWO)
+    whole = RankGroup(qwen3, TWO, draft=smaller)
+
+    def more(group: RankGroup, name: str) -> list[int]:
+        return [
+            getattr(report, name) - getattr(alone, name)
+            for report, alone in zip(group.reports, without.reports, strict=True)
+        ]
+
+    for name in ("weight_bytes", "kv_bytes_per_token"):
+        assert min(more(beside, name)) > 0
+        # Each rank has the norms.
+        assert sum(more(whole, name)) <= sum(more(beside, name)) < 1.1 * sum(more(whole, name))
+    assert all(any(kernel.startswith("draft=") for kernel in report.kernels) for report in beside.reports)
+    assert not any(kernel.startswith("draft=") for kernel in whole.reports[1].kernels)
+
+
 def test_drafts_are_asked_of_a_rank_that_has_a_draft_model(qwen3: Path) -> None:
     runner = PlanRunner(cpu_backend())
     runner.attach(LocalExchange())
-    request = replace(RankGroup(qwen3, ONE).requests[0], has_draft=True)
+    group = RankGroup(qwen3, ONE)
+    request = replace(group.requests[0], draft_plan=group.plan)
     with pytest.raises(ModelError, match="rank 0 was started without a draft model"):
         runner.load(request)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hetero_api.errors import PlanError
 from hetero_worker.distributed.routes import (
     NO_ROUTES,
     HelperLinks,
@@ -146,3 +147,21 @@ def test_idle_ranks_are_on_no_route(num_gpu_ranks: int) -> None:
             r for link in routes.links for r in link.ranks
         }
         assert not ranks & {1, 3}
+
+
+def test_a_draft_model_s_subgroups_come_beside_the_model_s_links() -> None:
+    layers = Shares(
+        kv_heads=((8, 0, 0), (0, 8, 0), (0, 0, 8)),
+        mlp_columns=((50, 0, 0), (0, 50, 0), (0, 0, 50)),
+        vocab_rows=(0, 0, 200),
+        embedding_rows=(200, 0, 0),
+    )
+    plan, split = layers.plan(3), Shares(kv_heads=((3, 3, 2),), mlp_columns=((20, 20, 10),), vocab_rows=(100, 50, 50))
+    alone = Shares(kv_heads=((0, 8, 0),), mlp_columns=((0, 50, 0),), vocab_rows=(0, 200, 0))
+    for drafted in (split, alone):
+        assert routes_of(plan).beside(routes_of(drafted.plan(2))) == routes_of(plan)
+    # Two GPU ranks and a CPU rank: the first GPU rank meets that one, and the other on its device.
+    assert routes_of(plan, 2).beside(routes_of(split.plan(2), 2)).subgroups == (*routes_of(plan, 2).subgroups, (0, 2))
+    assert device_routes_of(plan, 2).beside(device_routes_of(split.plan(2), 2)).subgroups == ((0, 1),)
+    with pytest.raises(PlanError, match="must not need links"):
+        routes_of(split.plan(3)).beside(routes_of(plan))

@@ -178,7 +178,14 @@ class PlayedGroup(LoneGroup):
             formed.device_times.add(bytes=4096, seconds=2e-5)
         return formed
 
-    def connect(self, plan: ShardPlan, *, inputs_everywhere: bool = False, batch_invariant: bool = False) -> Exchange:
+    def connect(
+        self,
+        plan: ShardPlan,
+        *,
+        draft_plan: ShardPlan | None = None,
+        inputs_everywhere: bool = False,
+        batch_invariant: bool = False,
+    ) -> Exchange:
         self.connected.append(batch_invariant)
         return self._exchange
 
@@ -851,11 +858,9 @@ def test_threads_of_the_group_are_started_off_the_cores_that_compute(tmp_path: P
             seen.append(("measure", binding.elsewhere))
             return super().formed(measure=measure)
 
-        def connect(
-            self, plan: ShardPlan, *, inputs_everywhere: bool = False, batch_invariant: bool = False
-        ) -> Exchange:
+        def connect(self, *args: Any, **named: Any) -> Exchange:
             seen.append(("connect", binding.elsewhere))
-            return super().connect(plan, inputs_everywhere=inputs_everywhere, batch_invariant=batch_invariant)
+            return super().connect(*args, **named)
 
     def form(request: GroupRequest, *, listener: StoreListener, aborted: Callable[[], bool]) -> Any:
         listener.close()

@@ -238,7 +238,7 @@ class Epoch:
     async def _load(self, placement: Placement, deadline_s: float) -> None:
         self._heartbeats.tolerate(BUSY_SILENCE_S)
         self._enter(GroupState.LOADING)
-        order = load_order(self._settings, placement.plan, placement.streaming)
+        order = load_order(self._settings, placement.plan, placement.streaming, placement.draft_plan)
         self._send_all(ranks_pb2.GatewayMessage(epoch=self.number, load_model=order))
         answers = await self._await_answers("loaded", deadline_s)
         self.loaded = [message.loaded for message in answers]

@@ -60,8 +60,14 @@ def parts_decide(settings: GroupSettings) -> bool:
     return len(places) > 1 and not (alike and splits_all)
 
 
-def load_order(settings: GroupSettings, plan: ShardPlan, streaming: Streaming | None = None) -> ranks_pb2.LoadModel:
-    """Return the order, the same for all ranks, to load their shards of a plan, and share experts to be streamed."""
+def load_order(
+    settings: GroupSettings, plan: ShardPlan, streaming: Streaming | None = None, draft_plan: ShardPlan | None = None
+) -> ranks_pb2.LoadModel:
+    """Return the order, the same for all ranks, to load their shards of a plan, and share experts to be streamed.
+
+    `draft_plan`: who owns what of the draft model or prediction head; None: there is none.
+    """
+    follows_states = settings.draft is not None and settings.draft.follows_states
     return ranks_pb2.LoadModel(
         dtype=settings.dtype,
         max_model_len=settings.max_model_len,
@@ -78,8 +84,8 @@ def load_order(settings: GroupSettings, plan: ShardPlan, streaming: Streaming | 
         max_adapters=settings.spec.engine.adapters.max_loaded,
         max_adapter_rank=settings.spec.engine.adapters.max_rank,
         adapts_experts=settings.spec.engine.adapters.experts,
-        has_draft=settings.draft is not None and not settings.draft.follows_states,
-        has_prediction_head=settings.draft is not None and settings.draft.follows_states,
+        draft_plan=None if draft_plan is None or follows_states else draft_plan.to_proto(),
+        has_prediction_head=follows_states,
     )
 
 

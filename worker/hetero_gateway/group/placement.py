@@ -30,6 +30,7 @@ from hetero_gateway.engine.step_pace import DecodePace
 from hetero_gateway.group.settings import GroupSettings, check_deferral, check_plan, check_streaming
 from hetero_placement.cost_model import CostModel
 from hetero_placement.decision import Bounds, Decision, Option, Streaming, bounds_of
+from hetero_placement.draft import draft_places
 from hetero_placement.hardware import ExchangeSpeeds, Hardware, RankHardware
 from hetero_placement.solver import ADOPTED, predict, solve
 
@@ -57,6 +58,11 @@ class Placement:
     decision: Decision
     hardware: Hardware
     settings: GroupSettings
+
+    @property
+    def draft_plan(self) -> ShardPlan | None:
+        """Who owns what of the draft model or prediction head; None: there is none."""
+        return None if self.decision.draft is None else self.decision.draft.plan
 
     @property
     def streaming(self) -> Streaming | None:
@@ -218,8 +224,14 @@ def _adopt(settings: GroupSettings, hardware: Hardware, held: ShardPlan, bounds:
         fresh = None
     if fresh is not None and fresh.plan == replace(held, expert_orders=()):
         return replace(fresh, plan=held)  # experts were moved since, which the solver does not know
+    workload, draft = settings.spec.placement.workload, fresh.draft if fresh is not None else None
+    if draft is None and bounds.draft is not None:
+        draft, *_ = draft_places(
+            bounds.draft, hardware.levelled(), dtype=settings.dtype, bounds=bounds, workload=workload
+        )
+    bounds = bounds if draft is None else replace(bounds, draft_plan=draft.plan)
     prediction, streaming, no_streaming = predict(
-        settings.config, hardware, held, dtype=settings.dtype, workload=settings.spec.placement.workload, bounds=bounds
+        settings.config, hardware, held, dtype=settings.dtype, workload=workload, bounds=bounds
     )
     weights = CostModel(settings.config, hardware, dtype=settings.dtype).weight_bytes(held)
     shares = tuple(part / sum(weights) for part in weights)
@@ -228,7 +240,8 @@ def _adopt(settings: GroupSettings, hardware: Hardware, held: ShardPlan, bounds:
     )
     options = (chosen, *(fresh.options if fresh is not None else ()))
     reason = f"{ADOPTED}: {prediction.decode_tokens_per_s:.3g} tokens/s decode; weights stay where they are"
-    return Decision(held, options, chosen, f"{reason}; anew: {fresh.reason}" if fresh is not None else reason)
+    told = f"{reason}; anew: {fresh.reason}" if fresh is not None else reason
+    return Decision(held, options, chosen, told, draft=draft)
 
 
 def _mode_of(decision: Decision, hardware: Hardware) -> str:

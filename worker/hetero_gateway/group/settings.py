@@ -19,6 +19,7 @@ from hetero_api.sharding import RankShard, ShardPlan, deferral_problem
 from hetero_api.spec import (
     SHARE_KINDS,
     CacheLayout,
+    DraftRanks,
     HeteroInference,
     HeteroInferenceSpec,
     PlacementMode,
@@ -90,7 +91,7 @@ class GroupSettings:
     version: str = VERSION
     model_source: str = ""
     draft: ModelConfig | None = None
-    """The draft model or prediction head that rank 0 holds, too; None: there is none."""
+    """The draft model or prediction head; None: there is none."""
 
     @property
     def quantization(self) -> ranks_pb2.Quantization | None:
@@ -180,8 +181,8 @@ def speculation_of(spec: SpeculativeSpec, config: ModelConfig) -> SpeculationCon
     )
 
 
-def draft_problem(draft: ModelConfig, *, max_model_len: int) -> str:
-    """Return why a model of the right tokenizer cannot draft, `path: message`; "" if it can."""
+def draft_problem(draft: ModelConfig, spec: HeteroInferenceSpec, *, max_model_len: int) -> str:
+    """Return why a model of the right tokenizer cannot draft for a group, `path: message`; "" if it can."""
     path = "spec.engine.speculative.draft"
     if draft.delta is not None:
         return (
@@ -192,6 +193,12 @@ def draft_problem(draft: ModelConfig, *, max_model_len: int) -> str:
         return (
             f"{path}: has {draft.max_position} positions, and sequences have up to {max_model_len}; take another "
             "model, or lower spec.model.maxModelLen"
+        )
+    named = spec.engine.speculative.draft
+    if named is not None and named.ranks == DraftRanks.ALL and draft.num_kv_heads < spec.world_size:
+        return (
+            f"{path}.ranks: All, but it has {draft.num_kv_heads} KV heads for {spec.world_size} ranks; take Auto, GPU "
+            "or CPU"
         )
     return ""
 

@@ -287,7 +287,7 @@ def _read_draft(settings: GroupSettings, tokenizer: TextTokenizer, draft_dir: Pa
     if draft_dir is None:
         raise UnsupportedSpecError([f"{path}: this gateway was started without a draft model; see --draft"])
     draft = ModelConfig.from_directory(draft_dir)
-    if problem := draft_problem(draft, max_model_len=settings.max_model_len):
+    if problem := draft_problem(draft, settings.spec, max_model_len=settings.max_model_len):
         raise UnsupportedSpecError([problem])
     if difference := tokenizer.difference_to(TextTokenizer.from_directory(draft_dir)):
         raise UnsupportedSpecError([f"{path}: has another tokenizer: {difference}; take a model of the same family"])

@@ -139,9 +139,17 @@ class GroupCoordinator:
         self.meet()
         return result
 
-    def connect(self, plan: ShardPlan, *, inputs_everywhere: bool = False, batch_invariant: bool = False) -> Exchange:
+    def connect(
+        self,
+        plan: ShardPlan,
+        *,
+        draft_plan: ShardPlan | None = None,
+        inputs_everywhere: bool = False,
+        batch_invariant: bool = False,
+    ) -> Exchange:
         """Return the exchange of a decoder with this plan, and of the sampler. Collective over all ranks, in one order.
 
+        `draft_plan`: of a draft model that sums over the same exchange, and needs no links; else PlanError.
         `inputs_everywhere`: all stages need embeddings, as for `input_ranks`.
         `batch_invariant`: sums among GPU ranks are in rank order, too, as those on the host always are. May be called
         again with another plan; that closes the exchange before. Costs a segment or process groups for what this plan
@@ -151,6 +159,9 @@ class GroupCoordinator:
         routes, devices = routes_of(plan, num_gpu_ranks, inputs_everywhere=inputs_everywhere), NO_ROUTES
         if num_gpu_ranks:
             devices = device_routes_of(plan, num_gpu_ranks, inputs_everywhere=inputs_everywhere)
+        if draft_plan is not None:
+            routes = routes.beside(routes_of(draft_plan, num_gpu_ranks))
+            devices = devices.beside(device_routes_of(draft_plan, num_gpu_ranks))
         return self.connect_routes(routes, devices, batch_invariant=batch_invariant)
 
     def connect_routes(

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from hetero_api.errors import PlanError
 from hetero_api.sharding import ShardPlan, Stage
 
 Ranks = tuple[int, ...]
@@ -51,6 +52,12 @@ class Routes:
     subgroups: tuple[Ranks, ...] = ()
     """Each has two ranks at least, and never all."""
     links: tuple[Link, ...] = ()
+
+    def beside(self, other: Routes) -> Routes:
+        """Return these routes with another plan's, which has subgroups only. Raises PlanError if it has links."""
+        if other.links:
+            raise PlanError("a plan beside another must not need links: give each rank KV heads, or one rank all of it")
+        return Routes(tuple(dict.fromkeys((*self.subgroups, *other.subgroups))), self.links)
 
 
 NO_ROUTES: Final = Routes()

@@ -47,7 +47,7 @@ class PodConfig:
     pod_ip: str
     """Address for the ranks' rendezvous and for probes."""
     draft_dir: Path | None = None
-    """Draft model, which rank 0 loads too; None: there is none."""
+    """Draft model; None: there is none."""
     log_level: str = "INFO"
 
     @classmethod
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--gateway", required=True, type=host_port, metavar="HOST:PORT", help="the gateway's Ranks service")
     add("--model", required=True, type=Path, dest="model_dir", metavar="DIR", help="model in Hugging Face format")
-    add("--draft", type=Path, dest="draft_dir", metavar="DIR", help="draft model, which rank 0 loads too")
+    add("--draft", type=Path, dest="draft_dir", metavar="DIR", help="draft model, of which ranks may load parts")
     add("--pool", required=True, metavar="NAME", help="pool of the resource that these ranks belong to")
     add(
         "--ordinal",

@@ -61,7 +61,7 @@ class RankConfig:
     token: str = field(repr=False)
     """The group's token."""
     draft_dir: Path | None = None
-    """Draft model, which rank 0 loads too; None: there is none."""
+    """Draft model; None: there is none."""
     log_level: str = "INFO"
 
     @classmethod
@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--gateway", required=True, type=host_port, metavar="HOST:PORT", help="the gateway's Ranks service")
     add("--model", required=True, type=Path, dest="model_dir", metavar="DIR", help="model in Hugging Face format")
-    add("--draft", type=Path, dest="draft_dir", metavar="DIR", help="draft model, which rank 0 loads too")
+    add("--draft", type=Path, dest="draft_dir", metavar="DIR", help="draft model, of which the rank may load a part")
     add("--pool", required=True, metavar="NAME", help="pool of the resource that this rank belongs to")
     add("--ordinal", required=True, type=count, metavar="N", help="which pod of the pool")
     add("--local-rank", required=True, type=count, metavar="N", help="which rank within the pod")

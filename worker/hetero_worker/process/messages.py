@@ -158,11 +158,7 @@ def load_request(
 
     Raises ProtocolError for a plan with another number of ranks.
     """
-    plan = ShardPlan.from_proto(order.shard_plan)
-    if plan.world_size != len(form.places):
-        raise ProtocolError(
-            f"load_model.shard_plan is for {plan.world_size} ranks, and the group has {len(form.places)}"
-        )
+    plan = _plan_of(order, "shard_plan", form)
     return LoadRequest(
         directory=identity.model_dir,
         files=files,
@@ -183,13 +179,20 @@ def load_request(
         max_adapters=order.max_adapters,
         max_adapter_rank=order.max_adapter_rank,
         adapts_experts=order.adapts_experts,
-        has_draft=order.has_draft,
+        draft_plan=_plan_of(order, "draft_plan", form) if order.HasField("draft_plan") else None,
         has_prediction_head=order.has_prediction_head,
         expert_deferral=order.expert_deferral,
         expert_buffer_bytes=order.expert_buffer_bytes,
         num_gpu_ranks=num_gpu_ranks(form),
         open_weights=identity.open_weights,
     )
+
+
+def _plan_of(order: ranks_pb2.LoadModel, field: str, form: ranks_pb2.FormGroup) -> ShardPlan:
+    plan = ShardPlan.from_proto(getattr(order, field))
+    if plan.world_size != len(form.places):
+        raise ProtocolError(f"load_model.{field} is for {plan.world_size} ranks, and the group has {len(form.places)}")
+    return plan
 
 
 def quantized_config(config: ModelConfig, order: ranks_pb2.FormGroup | ranks_pb2.LoadModel) -> ModelConfig:

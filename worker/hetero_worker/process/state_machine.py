@@ -385,6 +385,7 @@ class WorkerStateMachine:
         with self._binding.communicating():
             exchange = group.connect(
                 request.shard_plan,
+                draft_plan=request.draft_plan,
                 inputs_everywhere=bool(request.config.layer_input_size),
                 batch_invariant=request.batch_invariant,
             )

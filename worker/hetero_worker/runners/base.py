@@ -69,7 +69,7 @@ class WorkProgress:
 
 @dataclass(frozen=True, slots=True)
 class DraftNeeds:
-    """Memory that a draft model takes of its rank's, in bytes."""
+    """Memory that a rank's part of the draft model takes, in bytes."""
 
     weight_bytes: int = 0
     step_bytes: int = 0
@@ -120,8 +120,8 @@ class LoadRequest:
     """Largest rank of an adapter."""
     adapts_experts: bool = False
     """True if adapters may change experts, too."""
-    has_draft: bool = False
-    """True if rank 0 also loads the draft model that it was started with."""
+    draft_plan: ShardPlan | None = None
+    """Who owns what of the draft model that ranks were started with; None: it is not loaded."""
     has_prediction_head: bool = False
     """True if rank 0 also loads the model's first multi-token-prediction head, to draft with."""
     draft: DraftNeeds = DraftNeeds()
@@ -169,7 +169,7 @@ class StepOutput:
     pooled: Sequence[ranks_pb2.PooledSpan] = ()
     """Sums of hidden states of the spans that want them, in batch order; complete on rank 0."""
     drafts: Sequence[ranks_pb2.Proposal] = ()
-    """Proposals of the draft model, for the plan's draft_slots; on rank 0."""
+    """Proposals of the draft model, for the plan's draft_slots; on rank 0, and ranks that draft with it."""
     report: ranks_pb2.CommandReport | None = field(default=None)
     """Report of the plan's command; None for a plan without one."""
 

@@ -1,9 +1,9 @@
 """DraftModel: a smaller model of the same tokenizer, which proposes tokens to the group's own.
 
-Rank 0 holds all of it, beside its shard, and no other rank takes part: a wrong proposal costs time and changes no
-token. After the draws of a step it computes the tokens that it has not read, and then draws one token after another,
-each by the key and the edits that the group's draw in that place will have. So draws with noise agree as often as the
-two models do.
+Ranks hold it beside their shards, by a plan of its own. If rank 0 has all of it, no other rank takes part; else all do,
+and meet as they do for the group's own model. After the draws of a step it computes the tokens that it has not read,
+and then draws one token after another, each by the key and the edits that the group's draw in that place will have. So
+draws with noise agree as often as the two models do. A wrong proposal costs time and changes no token.
 
 Its keys and values lie in tensors of their own, by the slots' blocks. What a block holds is known by its tokens
 (`DraftedBlocks`): the blocks of a prefix hit are not read again, and a block may be given to another sequence.
@@ -11,7 +11,6 @@ Its keys and values lie in tensors of their own, by the slots' blocks. What a bl
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,11 +21,11 @@ import torch
 
 from hetero_api.errors import ModelError
 from hetero_api.model_config import ModelConfig
-from hetero_api.sharding import ShardPlan, UnitRange
+from hetero_api.sharding import ShardPlan
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.backends.base import DeviceBackend
 from hetero_worker.checkpoints.checkpoint import Checkpoint
-from hetero_worker.distributed.exchange import LocalExchange
+from hetero_worker.distributed.exchange import Exchange, LocalExchange
 from hetero_worker.layers.sampler import SampleTokens, sample_tokens
 from hetero_worker.runners.base import DraftNeeds, LoadRequest
 from hetero_worker.runners.forward import ForwardStates
@@ -34,14 +33,16 @@ from hetero_worker.runners.model_state import ModelState, ServingCache, make_cac
 from hetero_worker.runners.shard import LoadedShard, budget_of, graph_memory, kv_cost, load_shard
 from hetero_worker.runners.slots import Int32Array, SlotTable
 
-logger = logging.getLogger(__name__)
-
 FEW: Final = 2
 """Tokens before the newest that are computed by decode steps, which are recorded; more are read like a prompt."""
 
 
+_LARGE: Final = 1e30
+"""What is drawn from in place of an infinite logit: it stays finite at any temperature."""
+
+
 class DraftModel:
-    """The draft model of one rank, whole."""
+    """One rank's part of the draft model."""
 
     _skipped = 0
     """First tokens of a sequence that it does not read."""
@@ -69,12 +70,11 @@ class DraftModel:
                 f"{directory}: layers of this draft model keep states of sequences, which cannot go back behind a "
                 "token that was wrong; take another for spec.engine.speculative.draft"
             )
-        self._exchange = LocalExchange()
+        self._exchange: Exchange = LocalExchange()
         self._sampler = backend.sampler()
         self._shard: LoadedShard | None = None
         self._cache: ServingCache | None = None
         self._blocks = DraftedBlocks(1, 1)
-        self._has_failed = False
 
     @property
     def name(self) -> str:
@@ -84,7 +84,7 @@ class DraftModel:
     # --- weights and cache ------------------------------------------------------------------------------
 
     def load(self, request: LoadRequest) -> LoadRequest:
-        """Load all of the model; return the order of the rank's shard with what that leaves of its memory.
+        """Load the rank's part; return the order of the rank's shard with what that leaves of its memory.
 
         Raises as `load_shard` does.
         """
@@ -117,10 +117,10 @@ class DraftModel:
         if self._shard is not None:
             self._shard.decoder.release_buffers()
 
-    def follow(self, state: ModelState) -> None:
+    def follow(self, state: ModelState, exchange: Exchange) -> None:
         """Go where the rank's own weights and cache went: to sleep, or to a cache of another size.
 
-        Weights that slept are read again. Raises as `load_shard` and `make_cache` do.
+        `exchange` is the group's. Weights that slept are read again. Raises as `load_shard` and `make_cache` do.
         """
         if state.sleeping is not None:
             self.drop()
@@ -128,6 +128,7 @@ class DraftModel:
             self.drop_cache()
         elif self._cache is None:
             self._allocate(state.cache.order, state)
+            self._exchange = exchange if self._loaded.request.shard_plan.world_size > 1 else LocalExchange()
 
     def _allocate(self, order: ranks_pb2.AllocateCache, state: ModelState) -> None:
         own = self._request_like(state.ordered("a draft model's cache")[0])
@@ -144,12 +145,15 @@ class DraftModel:
 
     def _request_like(self, request: LoadRequest) -> LoadRequest:
         """Return the order of this model, for steps as large as the group's."""
+        plan = request.draft_plan
+        if plan is None or plan.owners == (0,):
+            plan = ShardPlan.whole(self._config)
         return LoadRequest(
             directory=self._directory,
             config=self._config,
             dtype=request.dtype,
-            shard_plan=ShardPlan.whole(self._config),
-            rank=0,
+            shard_plan=plan,
+            rank=request.rank if plan.world_size > 1 else 0,
             max_model_len=request.max_model_len,
             max_num_batched_tokens=request.max_num_batched_tokens,
             max_num_seqs=request.max_num_seqs,
@@ -217,8 +221,8 @@ class DraftModel:
         return [slot for slot, number in behind.items() if number <= FEW]
 
     def _draft(self, cache: ServingCache, known: SlotTable, slots: Sequence[int], count: int) -> dict[int, list[int]]:
-        own, size = cache.slots, cache.order.block_size
-        max_length, head_ranges = own.token_ids.shape[1] - 1, [UnitRange(0, self._config.vocab_size)]
+        own, size, max_length = cache.slots, cache.order.block_size, cache.slots.token_ids.shape[1] - 1
+        head_ranges = [rank.head_rows for rank in self._loaded.request.shard_plan.ranks]
         rooms: dict[int, int] = {}
         for slot in slots:
             total = len(self._tokens(known, slot))
@@ -230,16 +234,12 @@ class DraftModel:
             if not drawing:
                 break
             logits = self._decode(cache, drawing) if number else self._begin(cache, known, drawing)
+            # A draft that fails costs no answer: what it draws then is wrong, and that is all.
+            logits.nan_to_num_(nan=0.0, posinf=_LARGE, neginf=-_LARGE)
             rows = [known.sampling(slot).draw(ahead=drafts[slot])._replace(num_logprobs=None) for slot in drawing]
-            try:
-                sampled = self._sample(
-                    logits, rows, head_ranges=head_ranges, exchange=self._exchange, sampler=self._sampler, started=None
-                )
-            except ModelError as error:  # logits that are not finite: a draft that fails costs no answer
-                if not self._has_failed:
-                    logger.warning("%s proposes nothing for some texts: %s", self.name, error)
-                self._has_failed = True
-                break
+            sampled = self._sample(
+                logits, rows, head_ranges=head_ranges, exchange=self._exchange, sampler=self._sampler, started=None
+            )
             own.append_tokens(np.array(drawing, dtype=np.int64), sampled.tokens)
             for slot, token in zip(drawing, sampled.tokens, strict=True):
                 drafts[slot].append(token)

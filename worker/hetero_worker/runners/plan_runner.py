@@ -61,8 +61,8 @@ class PlanRunner:
     ) -> None:
         """Create it without weights.
 
-        `draft`: the model that this rank loads beside its shard if it becomes rank 0. `progress`: what is told how far
-        loading has come.
+        `draft`: the model of which this rank loads its part beside its shard, where it is asked to. `progress`: what is
+        told how far loading has come.
         """
         self._sample = sample
         self._sampler: ShardSampler = HOST_SAMPLER
@@ -140,15 +140,15 @@ class PlanRunner:
         steps = self.backend.steps
         report = shard.report(request, load_s=load_s, workspace=workspace, graph_sizes=steps.graph_sizes(request))
         report.kernels.extend((*steps.kernels(request, self._exchange), *_sampling_report(self._sampler)))
-        if self._draft is not None:
+        if self._draft is not None and (request.draft_plan is None or request.rank in request.draft_plan.owners):
             report.kernels.append(f"draft={self._draft.name}")
         state.hold(shard, request, report)
         return report
 
     def _load_draft(self, request: LoadRequest) -> LoadRequest:
-        """Load the draft model or prediction head that this rank is to have; return the order with the memory left."""
+        """Load this rank's part of the draft model or prediction head; return the order with the memory left."""
         before, self._draft = self._draft, None
-        wanted = self._wanted_draft(request, before) if request.rank == 0 else None
+        wanted = self._wanted_draft(request, before)
         if before is not None and before is not wanted:
             before.drop()
         if wanted is None:
@@ -157,15 +157,18 @@ class PlanRunner:
         return wanted.load(request)
 
     def _wanted_draft(self, request: LoadRequest, before: DraftModel | None) -> DraftModel | None:
-        if request.has_prediction_head:
+        if request.has_prediction_head and request.rank == 0:
             if isinstance(before, PredictionHead) and before.is_of(request):
                 return before
             return PredictionHead(self.backend, request)
-        if request.has_draft and self._draft_given is None:
+        if request.draft_plan is None or (request.rank and request.draft_plan.owners == (0,)):
+            return None
+        if self._draft_given is None:
             raise ModelError(
-                "spec.engine.speculative.draft: rank 0 was started without a draft model; restart ranks with --draft"
+                f"spec.engine.speculative.draft: rank {request.rank} was started without a draft model; restart ranks "
+                "with --draft"
             )
-        return self._draft_given if request.has_draft else None
+        return self._draft_given
 
     def _workspace_of(self, shard: LoadedShard, request: LoadRequest) -> int | None:
         """Return the memory of the largest step, measured once for a shard and its bounds."""
@@ -181,9 +184,9 @@ class PlanRunner:
         order = ranks_pb2.AllocateCache(num_blocks=num_blocks, block_size=block_size, num_snapshots=num_snapshots)
         cache = make_cache(order, self.backend, decoder=shard.decoder, request=request, report=report)
         self._model_state.cache = cache
-        if self._draft is not None:
+        if self._draft is not None and self._exchange is not None:
             self._draft.drop_cache()
-            self._draft.follow(self._model_state)
+            self._draft.follow(self._model_state, self._exchange)
         return cache.num_bytes
 
     def share_experts(self) -> str:
@@ -304,7 +307,7 @@ class PlanRunner:
             self._draft.drop_cache()
         report = self._commands.run(command, exchange, self._times)
         if self._draft is not None:
-            self._draft.follow(self._model_state)
+            self._draft.follow(self._model_state, exchange)
         return report
 
     def _release_draft(self) -> None:

@@ -26,6 +26,7 @@ from hetero_api.errors import ModelError
 from hetero_api.v1 import ranks_pb2
 from hetero_worker.backends.base import DeviceBackend
 from hetero_worker.checkpoints.checkpoint import HeadCheckpoint
+from hetero_worker.distributed.exchange import Exchange
 from hetero_worker.memory.streams import to_device
 from hetero_worker.models.decoder import Decoder
 from hetero_worker.runners.base import LoadRequest
@@ -96,11 +97,11 @@ class PredictionHead(DraftModel):
         """Return whether it is the head of the request's model."""
         return (self._directory, self._model) == (request.directory, request.config)
 
-    def follow(self, state: ModelState) -> None:
+    def follow(self, state: ModelState, exchange: Exchange) -> None:
         """As DraftModel.follow; if the rank's weights were read again, so are the head's."""
         if self._target is not None and (state.shard is None or state.shard.decoder is not self._target):
             self.drop()
-        super().follow(state)
+        super().follow(state, exchange)
 
     def drop(self) -> None:
         """As DraftModel.drop."""

@@ -68,7 +68,7 @@ class StepContext:
     inputs: DeviceTokenInputs | None
     """The cache's inputs, where a step may begin before the one before is finished."""
     draft: DraftModel | None = None
-    """Of rank 0, if it has one."""
+    """The rank's part of it; None: it takes no part in drafting."""
     tells_states: bool = False
     """Whether the draft model is a prediction head, which needs the states of tokens."""
 

@@ -3,6 +3,5 @@
 Tokens are what they would be without: every proposed one is drawn in its place, and counts only if the draw equals it.
 
 ngram       proposals from what prompt and outputs hold already
-draft       proposals of a smaller model, which rank 0 computes
-speculator  whether a proposal pays, and how long it is to be
+speculator  whether a proposal pays, and how long it is to be; what a draft model proposed
 """

@@ -13,10 +13,10 @@ As many tokens are proposed as promise the most tokens per second by these numbe
 acceptance makes improbable. With `only_if_faster` (Auto) none are proposed unless that is `MARGIN` times the tokens per
 second of steps that overlap. With more than `MOST_COMPLETIONS` nothing is looked up: each row costs arithmetic then.
 
-Guesses of a draft model or a prediction head are not free: rank 0 computes them behind a step's draws. So what is
+Guesses of a draft model or a prediction head are not free: ranks compute them behind a step's draws. So what is
 chosen by these numbers is how many tokens to draft behind a step; what was drafted is proposed. A new completion is
 expected to be as easy as the last ones, and where nothing was drafted for `RETRY_STEPS`, all that was learned is
-forgotten.
+forgotten. Each time that the next try does not gain, twice as many steps go by before another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from typing import Final, Protocol
 
 from hetero_gateway.engine.config import SpeculationConfig
 from hetero_gateway.engine.request import Completion
-from hetero_gateway.engine.speculation.draft import DraftProposer
 from hetero_gateway.engine.speculation.ngram import NGramProposer
 from hetero_gateway.engine.step import ScheduledStep
 
@@ -39,6 +38,8 @@ MIN_CHANCE: Final = 0.25
 """A token is proposed if it is accepted with this chance at least."""
 RETRY_STEPS: Final = 500
 """Steps that only decode after which measured steps with proposals are forgotten: they may be faster by now."""
+MOST_RETRY_STEPS: Final = 16 * RETRY_STEPS
+"""Most such steps, where tries have not gained."""
 _FIRST_RATE: Final = 0.4
 """Acceptance that is assumed at first, with the weight of `_FIRST_WEIGHT` tokens."""
 _FIRST_WEIGHT: Final = 2.0
@@ -60,6 +61,27 @@ class Proposer(Protocol):
     def ended(self, completion: Completion) -> None:
         """Take note that a completion has ended."""
         ...
+
+
+class DraftProposer:
+    """Proposer of what the draft model drew behind a step's tokens, until the next token is known."""
+
+    def __init__(self) -> None:
+        self._drafts: dict[Completion, tuple[int, Sequence[int]]] = {}
+        """Drafted tokens, and the number of known tokens that they follow."""
+
+    def take(self, completion: Completion, token_ids: Sequence[int]) -> None:
+        """Keep what was drafted behind the completion's known tokens."""
+        self._drafts[completion] = completion.num_tokens, token_ids
+
+    def propose(self, completion: Completion, most: int) -> Sequence[int]:
+        """Return at most so many drafted tokens; none if they followed other tokens."""
+        known, token_ids = self._drafts.get(completion, (0, ()))
+        return token_ids[:most] if known == completion.num_tokens else ()
+
+    def ended(self, completion: Completion) -> None:
+        """Take note that a completion has ended."""
+        self._drafts.pop(completion, None)
 
 
 class Acceptance:
@@ -120,7 +142,7 @@ class StepSeconds:
         self._plain: dict[int, _Mean] = {}
         self._proposing: dict[int, _Mean] = {}
         self._answered_s = 0.0
-        self._since_proposal = 0
+        self._since_proposal, self._retry_steps = 0, RETRY_STEPS
         self._gain_plain_s = self._gain_s = 0.0
         """Seconds of late steps with proposals, and of as many tokens without."""
 
@@ -142,8 +164,10 @@ class StepSeconds:
                 return False
             self._plain.setdefault(step.num_tokens, _Mean()).add(on_ranks_s)
             self._since_proposal += 1
-            if self._since_proposal % RETRY_STEPS:
+            if self._since_proposal < self._retry_steps:
                 return False
+            self._since_proposal = 0
+            self._retry_steps = min(2 * self._retry_steps, MOST_RETRY_STEPS)
             self._proposing.clear()
             return True
         self._since_proposal = 0
@@ -155,6 +179,8 @@ class StepSeconds:
         if plain_s is not None and mean.seconds is not None:
             self._gain_plain_s = self._gain_plain_s * _GAIN_KEPT + plain_s * num_tokens / number
             self._gain_s = self._gain_s * _GAIN_KEPT + seconds
+        if self.gain > 1:
+            self._retry_steps = RETRY_STEPS
         return False
 
     def plain(self, rows: int) -> float | None:
