@@ -1,6 +1,7 @@
 """What proposed tokens give: tokens/s of one group without them, with NGram, Auto, and Auto by a draft model, in turns.
 
     python -m bench.speculation [--rounds 5] [--model NAME ...] [--width 16 8] [--only WORKLOAD ...] [--without-oracle]
+    python -m bench.speculation --places-alone
 
     quote N    a passage of bench/texts, and its first words again: 128 tokens go on quoting it
     edit N     a function of bench/texts/edits.toml, and the beginning of the same with a name changed
@@ -16,7 +17,8 @@ workloads alone, ours alone, and Auto has to leave each of them alone, or be fas
 Medians of the rounds as tokens/s, and ratios of each round's pair with 95 % intervals; and how many proposed tokens
 were accepted. Other draws are greedy, and it fails where first tokens of ours differ from those without. The draft
 model is the first layers of the model, which are seldom right, as no smaller model of its tokenizer is there: Auto has
-to leave it alone. What a good one is worth is measured with an oracle (bench/oracle.py). Writes
+to leave it alone. What a good one is worth is measured with an oracle (bench/oracle.py). `--places-alone`: a model that
+drafts for itself, and is always right, on one of two ranks or split over both, beside two that draft nothing. Writes
 bench/results/speculation-DATE.json, and its exit status is 1 if a figure is below its target.
 """
 
@@ -34,6 +36,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
@@ -66,6 +69,8 @@ LEAST_OF_QUOTES: Final = 1.8
 LEAST_OF_AUTO: Final = 0.97
 """Times without, on workloads in which nothing repeats."""
 PLAIN: Final = ("random", "batch32")
+PLACES: Final = ("None", "CPU", "All")
+"""Of a draft model on two CPU ranks: nowhere, on the first, split over both."""
 OF_EXPERTS: Final = ("random", "prose", "batch32")
 """Workloads of models of experts; all of them are plain."""
 WIDTHS: Final = {16: ("bfloat16", "none"), 8: ("float32", "int8"), 4: ("float32", "int4")}
@@ -301,6 +306,47 @@ def measure_oracles(title: str, width: int, model: Path, draft: Path) -> dict[st
     return found
 
 
+def measure_places(model: Path, width: int, options: Namespace) -> tuple[list[Figure], list[Ratio]]:
+    """Print and return tokens/s of prose by where the draft model lies, and its ratios to none."""
+    dtype, quantization = WIDTHS[width]
+    prose = {"prose": workloads(model)["prose"]}
+
+    def group(place: str) -> HeteroContender:
+        draft = {"uri": f"file://{model}", "ranks": place}
+        speculative = {"kind": "None"} if place == "None" else {"kind": "Draft", "draft": draft, "maxTokens": 4}
+        return HeteroContender(
+            name=place,
+            model=model,
+            ranks=2,
+            cores=1,
+            dtype=dtype,
+            quantization=quantization,
+            engine={"speculative": speculative},
+            placement={"shares": {"attention": [2, 1], "mlp": [1, 1], "vocabulary": [1, 1]}},
+        )
+
+    groups = [group(place) for place in PLACES]
+    with ExitStack() as stack:
+        for each in groups:
+            stack.callback(each.stop)
+            each.start()
+        quiet = Quiet(attempts=0 if options.noisy else 3)
+        runs, broken = take_turns(groups, prose, rounds=options.rounds, quiet=quiet, tell=print_run(rate))
+        said = {each.name: each.topology().speculation for each in groups}
+    if broken or len({run.measured.heads for by_load in runs.values() for run in by_load["prose"]}) > 1:
+        raise RuntimeError(f"groups broke, or their tokens differ: {broken}")
+    pairs: Pairs = {
+        (f"{this} / {other}", "prose"): [
+            (rate(prose["prose"], before.measured), rate(prose["prose"], run.measured))
+            for before, run in zip(runs[other]["prose"], runs[this]["prose"], strict=True)
+        ]
+        for this, other in (("CPU", "None"), ("All", "None"), ("All", "CPU"))
+    }
+    found = Found(_figures(prose, runs), ratios_of(pairs), said, {})
+    _print(f"{width}-bit weights, the draft model on one of two ranks and on both", found)
+    return found.figures, found.ratios
+
+
 def measure_model(name: str, width: int, home: BenchHome, options: Namespace) -> tuple[dict[str, Any], list[str]]:
     """Print tables of a model in one width; return the figures, and those below their targets."""
     model, title, figures = directory_of(name, home), f"{name}, {width}-bit weights", dict[str, Any]()
@@ -310,9 +356,12 @@ def measure_model(name: str, width: int, home: BenchHome, options: Namespace) ->
     loads = {load: each for load, each in loads.items() if not options.only or load in options.only}
     with tempfile.TemporaryDirectory() as folder:
         draft = without_layers(model, Path(folder) / "draft", number=config.num_layers - DRAFT_LAYERS)
-        if dense and not options.without_oracle:
+        if dense and not (options.without_oracle or options.places_alone):
             figures["oracle"] = measure_oracles(title, width, model, draft)
         if options.oracle_alone:
+            return figures, []
+        if options.places_alone:
+            figures["places"] = list(map(asdict, chain(*measure_places(model, width, options))))
             return figures, []
         others: Sequence[Contender] = ()
         if dense:
@@ -334,6 +383,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--without-oracle", action="store_true")
     parser.add_argument("--oracle-alone", action="store_true")
+    parser.add_argument("--places-alone", action="store_true")
     parser.add_argument("--noisy", action="store_true", help="do not wait for a quiet machine")
     options = parser.parse_args()
     home, said = BenchHome.from_environment(), describe()

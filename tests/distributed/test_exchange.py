@@ -11,6 +11,7 @@ import torch
 from hetero_api.v1 import ranks_pb2
 from tests.support import exchange_bodies as bodies
 from tests.support.rank_processes import run_ranks, segment_prefix
+from tests.support.tcp_threads import has_ipv6
 
 pytestmark = pytest.mark.distributed
 
@@ -34,9 +35,15 @@ def test_segment_has_no_name_once_the_group_stands() -> None:
 
 
 @EVERY_KIND
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_all_reduce_is_the_fp32_sum_in_rank_order(kind: int, dtype: torch.dtype) -> None:
-    results = run_ranks(bodies.sums, 3, kind, dtype)
+@pytest.mark.parametrize(
+    ("dtype", "host"),
+    [(torch.float32, "127.0.0.1"), (torch.bfloat16, "127.0.0.1"), (torch.float32, "::1")],
+    ids=["float32", "bfloat16", "IPv6"],
+)
+def test_all_reduce_is_the_fp32_sum_in_rank_order(kind: int, dtype: torch.dtype, host: str) -> None:
+    if host == "::1" and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    results = run_ranks(bodies.sums, 3, kind, dtype, host)
 
     rows = [bodies.rank_row(rank, dtype).float() for rank in range(3)]
     expected = ((rows[0] + rows[1]) + rows[2]).to(dtype)

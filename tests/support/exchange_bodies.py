@@ -19,7 +19,7 @@ from hetero_worker.distributed.exchange import HostExchange, PendingTensor
 from hetero_worker.distributed.routes import NO_ROUTES, Link, Routes
 from hetero_worker.distributed.shm_segment import SegmentLayout, ShmSegment
 from hetero_worker.errors import ExchangeAborted, ExchangeError, ExchangeTimeout, PeerLost
-from tests.support.rank_processes import RankContext
+from tests.support.rank_processes import HOST, RankContext
 
 AREA_BYTES = 4096
 SIZES = (0, 1, 3, 576, 1023, 1024, 1025, 2048, 5000)
@@ -106,9 +106,12 @@ def _play_link(exchange: HostExchange, link: Link, tensors: list[torch.Tensor]) 
     return tensors
 
 
-def sums(ranks: RankContext, kind: ranks_pb2.ExchangeKind.ValueType, dtype: torch.dtype) -> list[list[float]]:
+def sums(
+    ranks: RankContext, kind: ranks_pb2.ExchangeKind.ValueType, dtype: torch.dtype, host: str = HOST
+) -> list[list[float]]:
     """All-reduce of rows that every rank can make by itself; see `expected_sum`."""
-    group = ranks.form(kind)
+    group = ranks.form(kind, host=host)
+    assert group.kind == kind
     tensor = rank_row(ranks.rank, dtype)
     group.exchange.all_reduce(tensor, range(ranks.world_size))
     group.close()

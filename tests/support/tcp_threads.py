@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +19,16 @@ from tests.support.shm_threads import PAGE, native_library
 
 HOST = "127.0.0.1"
 RING_BYTES = 1024
+
+
+def has_ipv6() -> bool:
+    """Whether this machine has IPv6."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 MakeExchanges = Callable[..., AbstractContextManager[list[Any]]]

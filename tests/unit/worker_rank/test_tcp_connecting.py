@@ -25,7 +25,7 @@ from hetero_worker.distributed.tcp.connecting import CONTROL, STRANGERS, Door, W
 from hetero_worker.distributed.tcp.exchange import TcpExchange
 from hetero_worker.errors import ExchangeAborted, ExchangeTimeout
 from tests.support.shm_threads import native_library, on_every_rank
-from tests.support.tcp_threads import HOST, exchanges, wires_of_all
+from tests.support.tcp_threads import HOST, exchanges, has_ipv6, wires_of_all
 
 pytestmark = pytest.mark.unit
 
@@ -90,7 +90,7 @@ def is_dropped(stranger: socket.socket) -> bool:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_ranks_connect_over_both_versions_of_ip(host: str) -> None:
-    if ":" in host and not _has_ipv6():
+    if ":" in host and not has_ipv6():
         pytest.skip("this machine has no IPv6")
     routes = Routes(((0, 1),), (Link(0, 2, (0, 1)),))
     made = wires_of_all(3, routes, host)
@@ -101,15 +101,6 @@ def test_ranks_connect_over_both_versions_of_ip(host: str) -> None:
             with socket.socket(fileno=descriptor) as connection:
                 assert connection.getsockname()[0] == connection.getpeername()[0] == host
                 assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-
-
-def _has_ipv6() -> bool:
-    try:
-        with socket.socket(socket.AF_INET6) as probe:
-            probe.bind(("::1", 0))
-    except OSError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 4096, b"HETEROX\0"])
