@@ -5,8 +5,9 @@
     python -m tests.chaos --only "kill leader" --only "/ asleep"
     python -m tests.chaos --quick              # a dozen, in a minute on a quiet machine
 
-As root it runs in namespaces of its own, where file systems fill up and networks drop packets; other users skip those
-pairs, and the last line counts them. Rows of all pairs go to bench/results/chaos-DATE.txt, too.
+As root it runs in namespaces of its own, where file systems fill up and networks drop packets, and puts processes into
+cgroups that run out of memory; other users skip those pairs, and the last line counts them. Rows of all pairs go to
+bench/results/chaos-DATE.txt, too.
 """
 
 from __future__ import annotations

@@ -61,6 +61,7 @@ class Fault:
     """The rank that it is for, by what it does; another one is killed for moments that need one."""
     loses_gateway: bool = False
     needs_namespaces: bool = False
+    needs_memory_limits: bool = False
     is_quick: bool = False
     """Whether `make test-all` plays it."""
 
@@ -169,6 +170,15 @@ def _no_header(content: bytes) -> bytes:
 # --- memory and descriptors ------------------------------------------------------------------------------------
 
 
+def starves(*roles: str) -> Callable[[Scene], None]:
+    return partial(_starve, roles=roles)
+
+
+def _starve(scene: Scene, roles: Iterable[str]) -> None:
+    for role in roles:
+        scene.starve(role)
+
+
 def _no_descriptors(scene: Scene) -> None:
     process = psutil.Process(scene.pid(GATEWAY))
     before = process.rlimit(psutil.RLIMIT_NOFILE)
@@ -269,6 +279,13 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault("terminate helper", kills("helper", number=signal.SIGTERM), _HEALS, SOME, target="helper"),
     Fault("crash gateway", kills("gateway", number=signal.SIGSEGV), _HEALS, FEW, loses_gateway=True),
     Fault("terminate gateway", kills("gateway", number=signal.SIGTERM), _HEALS, FEW, loses_gateway=True),
+    # The kernel ends processes for want of memory.
+    Fault("leader out of memory", starves("leader"), _HEALS, FEW, target="leader", needs_memory_limits=True),
+    Fault("holder out of memory", starves("holder"), _HEALS, SOME, target="holder", needs_memory_limits=True,
+          is_quick=True),
+    Fault("gateway out of memory", starves("gateway"), _HEALS, FEW, loses_gateway=True, needs_memory_limits=True),
+    Fault("rank and gateway out of memory", starves("helper", "gateway"), _HEALS, ("decode", "asleep"), target="helper",
+          loses_gateway=True, needs_memory_limits=True),
     # Processes stand still.
     Fault("freeze leader", kills("leader", number=STOP), _HEALS, target="leader"),
     Fault("freeze holder", kills("holder", number=STOP), _HEALS, target="holder"),

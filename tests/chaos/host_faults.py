@@ -2,6 +2,7 @@
 
 A disk's errors and the clock are played by `shim.c`, which all processes of a group load. Networks and small file
 systems are the kernel's own, in namespaces that the whole run lives in: nothing of them outlives it or touches others.
+Memory runs out in a cgroup of the process's own, where the kernel kills it as it kills a container that is too large.
 """
 
 from __future__ import annotations
@@ -11,16 +12,34 @@ import os
 import struct
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Final
+
+import psutil
+
+from hetero_api.host.memory import out_of_memory_kills
 
 _CONTROL: Final = struct.Struct("<qii496s")
 _NAMESPACES: Final = ("--mount", "--net", "--pid", "--fork", "--mount-proc", "--kill-child")
 _INSIDE: Final = "HETERO_CHAOS_INSIDE"
 SHARED_MEMORY: Final = Path("/dev/shm")
 SHARED_MEMORY_BYTES: Final = 256 * 1024 * 1024
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+_LEFT_BYTES: Final = 32 * 1024 * 1024
+_KILLED_WITHIN_S: Final = 20.0
+_HOG: Final = """
+import os, sys
+with open(sys.argv[1], "w") as file:
+    file.write(str(os.getpid()))
+held = []
+while True:
+    held.append(bytearray(b"x") * (1 << 20))
+"""
 
 
 def enter_namespaces(arguments: Sequence[str]) -> int | None:
@@ -80,6 +99,75 @@ def dropped(*rules: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["iptables", "-w", "-F", "INPUT"], check=True)
+
+
+@cache
+def can_limit_memory() -> bool:
+    """Return whether cgroups that limit memory can be made here."""
+    try:
+        with _memory_limited():
+            return True
+    except OSError:
+        return False
+
+
+def run_out_of_memory(pid: int) -> None:
+    """Let the kernel kill a process for want of memory; return when it has.
+
+    The process goes into a cgroup that allows little more, which another one there takes up; of the two, the kernel
+    is told to choose the process. What it had before stays charged to the cgroup that it comes from.
+    """
+    process = psutil.Process(pid)
+    with _memory_limited() as cgroup:
+        (cgroup / "cgroup.procs").write_text(str(pid))
+        Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
+        hog = subprocess.Popen([sys.executable, "-I", "-S", "-c", _HOG, str(cgroup / "cgroup.procs")])
+        try:
+            _wait_gone(process)
+        finally:
+            hog.kill()
+            hog.wait()
+        kills = out_of_memory_kills(cgroup_events=(cgroup / "memory.events", cgroup / "memory.oom_control"))
+        assert kills >= 1, f"process {pid} ended, and the kernel did not kill it"
+
+
+@contextmanager
+def _memory_limited() -> Iterator[Path]:
+    """Make a cgroup, of version 1 or 2, that little memory is left in. Raises OSError where that cannot be."""
+    is_unified = (_CGROUPS / "cgroup.controllers").exists()
+    if is_unified:
+        (_CGROUPS / "cgroup.subtree_control").write_text("+memory")
+    cgroup = Path(tempfile.mkdtemp(prefix="chaos-", dir=_CGROUPS if is_unified else _CGROUPS / "memory"))
+    try:
+        (cgroup / ("memory.max" if is_unified else "memory.limit_in_bytes")).write_text(str(_LEFT_BYTES))
+        if (swap := cgroup / "memory.swap.max").exists():
+            swap.write_text("0")
+        yield cgroup
+    finally:
+        _remove(cgroup)
+
+
+def _wait_gone(process: psutil.Process) -> None:
+    deadline_s = time.monotonic() + _KILLED_WITHIN_S
+    with suppress(psutil.NoSuchProcess):
+        while process.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline_s, f"process {process.pid} is not killed"
+            time.sleep(0.01)
+
+
+def _remove(cgroup: Path) -> None:
+    """Let go of whoever is still in a cgroup, and remove it: one that was killed takes a moment to leave."""
+    deadline_s = time.monotonic() + _KILLED_WITHIN_S
+    while True:
+        for pid in (cgroup / "cgroup.procs").read_text().split():
+            with suppress(OSError):
+                (cgroup.parent / "cgroup.procs").write_text(pid)
+        try:
+            return cgroup.rmdir()
+        except OSError:
+            if time.monotonic() > deadline_s:
+                raise
+        time.sleep(0.01)
 
 
 class Shim:

@@ -13,6 +13,7 @@ from typing import Final
 
 from tests.chaos.crowd import Crowd, unexpected
 from tests.chaos.faults import FAULTS, Effect, Fault
+from tests.chaos.host_faults import can_limit_memory
 from tests.chaos.moments import MOMENTS, Moment
 from tests.chaos.scene import END_S, GATEWAY, LAUNCHER, Scene, Setting, new_folder, save_model, wait_until
 from tests.chaos.statuses import Watcher
@@ -97,6 +98,9 @@ def play(pairs: Sequence[Pair], *, folder: Path, can_use_namespaces: bool) -> It
         stalls.take()
         if pair.fault.needs_namespaces and not can_use_namespaces:
             yield Row(pair, skipped="needs namespaces of its own (root)")
+            continue
+        if pair.fault.needs_memory_limits and not can_limit_memory():
+            yield Row(pair, skipped="needs cgroups that limit memory (root)")
             continue
         row = Row(pair)
         began_s = time.monotonic()

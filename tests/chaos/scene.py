@@ -30,7 +30,7 @@ from hetero_client.errors import RequestError
 from hetero_client.home import HeteroHome
 from hetero_client.launcher.run_directory import GroupRecord, RunDirectory
 from tests.chaos.crowd import Doors, Question, ask_undisturbed
-from tests.chaos.host_faults import Shim, is_inside, mount_small, unmount
+from tests.chaos.host_faults import Shim, is_inside, mount_small, run_out_of_memory, unmount
 from tests.chaos.statuses import Wound
 from tests.support.local_group import REPOSITORY, GroupFile, LocalGroupProcess, alive, shared_segments, write_manifest
 from tests.support.pseudo_gpu_up import MODULE, write_mixed_manifest
@@ -279,6 +279,14 @@ class Scene:
         self.wounds.append(Wound(self.name(role), pid, time.monotonic(), frozen=number == signal.SIGSTOP))
         with suppress(ProcessLookupError):  # killed for the moment, and not replaced yet
             os.kill(pid, number)
+
+    def starve(self, role: str) -> None:
+        """Let the kernel kill a process for want of memory."""
+        pid = self.pid(role)
+        self._seen |= self.group.descendants()
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):  # killed for the moment, and not replaced yet
+            run_out_of_memory(pid)
+        self.wounds.append(Wound(self.name(role), pid, time.monotonic()))
 
     def pause(self, roles: Iterable[str], seconds: float) -> None:
         """Freeze processes for a time that is tolerated."""
