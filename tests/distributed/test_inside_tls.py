@@ -1,21 +1,26 @@
 """A real gateway and a real rank that know one another by the operator's certificates, asked by the operator's probe.
 
-Between all of them is a listener, who reads neither token nor prompt; without certificates it reads both.
+Between all of them is a listener, who reads neither token nor prompt; without certificates it reads both. Certificates
+and their authority are exchanged in mounted Secrets as the operator and the kubelet do it, under streams.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import grpc
 import psutil
@@ -24,11 +29,14 @@ import pytest
 from hetero_api.contract import ENV_ADMIN_TOKEN_FILE, ENV_GROUP_TOKEN_FILE, ENV_POD_IP, ENV_POD_NAME
 from hetero_api.group_state import GroupState
 from hetero_api.v1 import inference_pb2, inference_pb2_grpc
+from hetero_operator.authority import AUTHORITY_LIFE
 from hetero_operator.gateway_probe import GatewayProbe
 from hetero_operator.reconcile.model import GatewayReport
+from hetero_worker.process.link_tls import LinkTls
 from tests.support.inside_certificates import Inside
 from tests.support.kube.ports import free_port
 from tests.support.local_group import wait_for, write_manifest
+from tests.support.secret_volume import SecretVolume
 from tests.support.tiny_models import save_tiny_model
 from tests.support.wire import Wire
 
@@ -41,6 +49,9 @@ PROMPT = b"the secret prompt"
 TOKENS = {"group": "the-groups-own-token", "admin": "the-administrators-token"}
 PORTS = ("inference", "admin", "ranks", "http", "metrics", "health")
 PATIENCE_S = 90.0
+NUM_STREAMS = 64
+STREAM_TOKENS = 100
+MORE_THAN_HALF = AUTHORITY_LIFE / 2 + timedelta(days=10)
 
 
 @dataclass
@@ -55,7 +66,10 @@ class Pods:
     def __post_init__(self) -> None:
         (self.folder / "model").mkdir()
         model = save_tiny_model(self.folder / "model", "llama")
-        manifest = write_manifest(self.folder, model=model, ranks=2, ranks_per_pod=2, max_model_len=128)
+        manifest = write_manifest(
+            self.folder, model=model, ranks=2, ranks_per_pod=2, max_model_len=128, engine={"maxNumSeqs": NUM_STREAMS},
+            recovery={"maxRestarts": 100},
+        )  # fmt: skip
         for name, token in TOKENS.items():
             (self.folder / name).write_text(token)
         self._model = ("--model", str(model))
@@ -94,21 +108,70 @@ class Pods:
 
     def listening(self) -> set[str]:
         """Addresses that the rank pod's processes listen on."""
-        pod = psutil.Process(self.processes["pod"].pid)
-        sockets = [
-            found for process in (pod, *pod.children(recursive=True)) for found in process.net_connections("tcp")
-        ]
+        sockets = [found for process in self._of_pod() for found in process.net_connections("tcp")]
         return {found.laddr.ip for found in sockets if found.status == psutil.CONN_LISTEN}
 
-    async def generate(self) -> bytes:
+    def kill_rank(self) -> None:
+        """Kill a process that is connected to the gateway."""
+        linked = next(
+            process
+            for process in self._of_pod()
+            for found in process.net_connections("tcp")
+            if found.raddr and found.raddr.port == self.ports["ranks"]
+        )
+        linked.send_signal(signal.SIGKILL)
+
+    def _of_pod(self) -> list[psutil.Process]:
+        pod = psutil.Process(self.processes["pod"].pid)
+        return [pod, *pod.children(recursive=True)]
+
+    async def generate(self, num_tokens: int = 4) -> AsyncIterator[int]:
         """The answer to the prompt, token by token."""
         asked = inference_pb2.GenerateRequest(
             token_ids=inference_pb2.TokenIds(ids=PROMPT),
-            sampling=inference_pb2.SamplingParams(max_tokens=4, ignore_eos=True),
+            sampling=inference_pb2.SamplingParams(max_tokens=num_tokens, ignore_eos=True),
         )
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{self.ports['inference']}") as channel:
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{self.ports['inference']}", options=options) as channel:
             stub: Any = inference_pb2_grpc.InferenceStub(channel)
-            return bytes([1 async for event in stub.Generate(asked, timeout=60) for _ in event.delta.token_ids])
+            async for event in stub.Generate(asked, timeout=PATIENCE_S):
+                for token in event.delta.token_ids:
+                    yield token
+
+
+class Streams:
+    """Clients that ask for one stream after another while it is entered. Whatever is dropped fails the end."""
+
+    def __init__(self, pods: Pods) -> None:
+        self._pods = pods
+        self._num_tokens = [0] * NUM_STREAMS
+        self._is_over = False
+        self._clients: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        self._clients = [asyncio.create_task(self._ask_on(number)) for number in range(NUM_STREAMS)]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over = True
+        await asyncio.gather(*self._clients)
+
+    async def all_go_on(self) -> None:
+        """Wait until each has got a token more; fail when one ended."""
+        before, end = list(self._num_tokens), time.monotonic() + PATIENCE_S
+        while not all(now > then for now, then in zip(self._num_tokens, before, strict=True)):
+            assert not any(client.done() for client in self._clients), self._pods.log("gateway")
+            assert time.monotonic() < end, f"{self._num_tokens} after {before}"
+            await asyncio.sleep(0.05)
+
+    async def _ask_on(self, number: int) -> None:
+        while not self._is_over:
+            num_before = self._num_tokens[number]
+            async for _ in self._pods.generate(STREAM_TOKENS):
+                self._num_tokens[number] += 1
+            assert self._num_tokens[number] == num_before + STREAM_TOKENS
 
 
 @pytest.fixture
@@ -117,11 +180,11 @@ async def pods(tmp_path: Path) -> AsyncIterator[Pods]:
         yield Pods(tmp_path, stack)
 
 
-async def until_ready(pods: Pods, probe: GatewayProbe, inside: Inside | None) -> GatewayReport:
+async def until_ready(pods: Pods, probe: GatewayProbe, inside: Inside | None, *, after_epoch: int = 0) -> GatewayReport:
     credentials, end = None if inside is None else inside.operator(), time.monotonic() + PATIENCE_S
     while True:
         report = await probe.ask("x-gateway-0", "127.0.0.1", TOKENS["admin"], inside=credentials)
-        if report.state is GroupState.READY and report.serving:
+        if report.state is GroupState.READY and report.serving and report.group.epoch > after_epoch:
             return report
         assert time.monotonic() < end, f"{report.error}\n{pods.log('gateway')}\n{pods.log('pod')}"
         await asyncio.sleep(0.1)
@@ -137,7 +200,7 @@ async def test_a_listener_reads_neither_token_nor_prompt(pods: Pods, tmp_path: P
         probe = GatewayProbe(admin_port=to_admin.port, inference_port=pods.ports["inference"])
         try:
             report = await until_ready(pods, probe, inside)
-            assert len(await pods.generate()) == 4
+            assert len([token async for token in pods.generate()]) == 4
             assert pods.listening() == {POD_IP}, "store, Gloo, exchange and probes are on the pod's address alone"
         finally:
             await probe.close()
@@ -163,3 +226,86 @@ async def test_a_pod_that_does_not_trust_the_gateway_says_why(
     pods.start_gateway(ours.gateway(tmp_path / "g"))
     pods.start_pod(theirs.rank(tmp_path / "r"), ranks_port=pods.ports["ranks"])
     await asyncio.to_thread(wait_for, lambda: reason in pods.log("pod"), PATIENCE_S, lambda: pods.log("pod"))
+
+
+def generations() -> list[Inside]:
+    """What an operator makes in turn: the old authority signs, then the next one, which is trusted alone at last."""
+    first = Inside.new(stored=Inside.new(age=MORE_THAN_HALF))
+    second = Inside.new(stored=first)
+    third = Inside.new(stored=second)
+    bundles = [each.data["ca.crt"].count(b"BEGIN CERTIFICATE") for each in (first, second, third)]
+    assert bundles == [2, 2, 1]
+    return [first, second, third]
+
+
+@pytest.mark.timeout(600)
+async def test_certificates_and_their_authority_rotate_under_streams_and_none_is_dropped(
+    pods: Pods, tmp_path: Path
+) -> None:
+    first, *following = generations()
+    gateway = SecretVolume(tmp_path / "gateway", first.gateway_files())
+    ranks = SecretVolume(tmp_path / "ranks", first.rank_files())
+    pods.start_gateway(gateway.folder)
+    pods.start_pod(ranks.folder, ranks_port=pods.ports["ranks"])
+    epoch = await epoch_of(pods, first)
+    async with Streams(pods) as streams:
+        for former, latter in zip((first, *following), following, strict=False):
+            await streams.all_go_on()
+            gateway.write(latter.gateway_files())
+            await until_shown(pods, latter)
+            assert await epoch_of(pods, latter) == epoch, "connections live on"
+            await streams.all_go_on()
+            # The kubelets of other nodes may be later: ranks come back with what they had, and then with what is new.
+            for certificates in (former, latter):
+                ranks.write(certificates.rank_files())
+                pods.kill_rank()
+                epoch = await epoch_of(pods, certificates, after=epoch)
+            is_known = latter is following[0]
+            assert is_known == (not refusal(pods, first, tmp_path / "stranger"))
+            assert is_known == await answers(pods, first)
+    assert "does not take this rank's certificate" in refusal(pods, first, tmp_path / "stranger")
+
+
+async def epoch_of(pods: Pods, inside: Inside, *, after: int = 0) -> int:
+    """The epoch in which the group serves, over a new connection of an operator's."""
+    probe = GatewayProbe(admin_port=pods.ports["admin"], inference_port=pods.ports["inference"])
+    try:
+        return (await until_ready(pods, probe, inside, after_epoch=after)).group.epoch
+    finally:
+        await probe.close()
+
+
+async def answers(pods: Pods, inside: Inside) -> bool:
+    """Whether the gateway hears an operator who has these certificates."""
+    probe = GatewayProbe(admin_port=pods.ports["admin"], inference_port=pods.ports["inference"])
+    try:
+        return not (await probe.ask("x-gateway-0", "127.0.0.1", TOKENS["admin"], inside=inside.operator())).error
+    finally:
+        await probe.close()
+
+
+async def until_shown(pods: Pods, inside: Inside) -> None:
+    """Wait until both ports inside show who connects the new certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    wanted = ssl.PEM_cert_to_DER_cert(inside.gateway_files()["tls.crt"].decode())
+
+    def is_shown(name: str) -> bool:
+        with (
+            socket.create_connection(("127.0.0.1", pods.ports[name])) as plain,
+            context.wrap_socket(plain) as connection,
+        ):
+            return connection.getpeercert(binary_form=True) == wanted
+
+    for name in ("ranks", "admin"):
+        await asyncio.to_thread(wait_for, lambda name=name: is_shown(name), PATIENCE_S, lambda: pods.log("gateway"))
+
+
+def refusal(pods: Pods, inside: Inside, folder: Path) -> str:
+    """Why the gateway does not take a rank that has these certificates; "" if it does."""
+    with closing(socket.create_connection(("localhost", pods.ports["ranks"]))) as connection:
+        try:
+            LinkTls(inside.rank(folder)).shake_hands(connection, "localhost")
+        except OSError as error:
+            return str(error)
+    return ""

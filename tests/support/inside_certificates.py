@@ -41,10 +41,18 @@ class Inside:
         return cls(made)
 
     def gateway(self, folder: Path) -> Path:
-        return self._write(folder, SECRET_GATEWAY_CERTIFICATE, SECRET_GATEWAY_KEY)
+        return _write(folder, self.gateway_files())
 
     def rank(self, folder: Path) -> Path:
-        return self._write(folder, SECRET_RANK_CERTIFICATE, SECRET_RANK_KEY)
+        return _write(folder, self.rank_files())
+
+    def gateway_files(self) -> dict[str, bytes]:
+        """What is mounted in the gateway's pod."""
+        return self._files(SECRET_GATEWAY_CERTIFICATE, SECRET_GATEWAY_KEY)
+
+    def rank_files(self) -> dict[str, bytes]:
+        """What is mounted in the ranks' pods."""
+        return self._files(SECRET_RANK_CERTIFICATE, SECRET_RANK_KEY)
 
     def operator(self, server_name: str = NAME) -> InsideTls:
         authority, certificate, key = self.values(
@@ -59,9 +67,13 @@ class Inside:
     def values(self, *keys: str) -> Sequence[bytes]:
         return [self.data[key] for key in keys]
 
-    def _write(self, folder: Path, certificate: str, key: str) -> Path:
-        folder.mkdir(parents=True, exist_ok=True)
-        names = {SECRET_INSIDE_AUTHORITY: TLS_AUTHORITY, certificate: TLS_CERTIFICATE, key: TLS_KEY}
-        for source, name in names.items():
-            (folder / name).write_bytes(self.data[source])
-        return folder
+    def _files(self, certificate: str, key: str) -> dict[str, bytes]:
+        names = (TLS_AUTHORITY, TLS_CERTIFICATE, TLS_KEY)
+        return dict(zip(names, self.values(SECRET_INSIDE_AUTHORITY, certificate, key), strict=True))
+
+
+def _write(folder: Path, files: Mapping[str, bytes]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder
