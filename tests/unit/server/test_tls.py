@@ -22,10 +22,12 @@ from hetero_client.aio import AsyncHeteroClient
 from hetero_client.client import HeteroClient
 from hetero_client.errors import AccessError, CredentialsError, RequestError
 from hetero_client.messages import Finished, SamplingParams, Started
+from hetero_gateway.server.access import tls
 from hetero_gateway.server.access.files import AccessFiles
 from hetero_gateway.server.access.tls import ServerTls, TlsFiles
 from hetero_gateway.server.errors import TlsError
 from hetero_gateway.server.openai import http_server
+from tests.support.secret_volume import SecretVolume
 from tests.support.wire import Wire
 from tests.unit.group.group_setup import PATIENCE_S
 from tests.unit.server.server_setup import GatewayBench, GrpcRank, served_model
@@ -327,6 +329,31 @@ def test_files_that_are_no_pair_or_are_not_there_are_named(tmp_path: Path, autho
     (other / "tls.crt").write_text("no certificate")
     with pytest.raises(TlsError, match="cannot be used for TLS"):
         ServerTls(TlsFiles(other))
+
+
+def test_files_that_are_exchanged_while_they_are_read_wait_for_the_next_look(
+    tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else gRPC would be given the key of one certificate beside another one."""
+    one, two = (_contents(authority.write(tmp_path / name)) for name in ("one", "two"))
+    volume = SecretVolume(tmp_path / "volume", one)
+    served = ServerTls(TlsFiles(volume.folder))
+    read = tls._read
+
+    def exchanged_after_the_key(path: Path) -> bytes:
+        content = read(path)
+        if content == one["tls.key"]:
+            volume.write(two)
+        return content
+
+    monkeypatch.setattr(tls, "_read", exchanged_after_the_key)
+    with pytest.raises(TlsError, match="they changed while they were read"):
+        served.load()
+    served.load()
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 async def test_a_handshake_that_does_not_come_ends_the_connection(

@@ -58,6 +58,8 @@ class ServerTls:
         try:
             context = _server_context(files, authority[0] if authority else None)
             self._try(chain)
+            if pems != tuple(map(_read, files.paths)):  # else a key might be used beside another certificate
+                raise ValueError("they changed while they were read")
         except (ssl.SSLError, ValueError) as error:
             names = ", ".join(map(str, files.paths))
             raise TlsError(f"{names}: cannot be used for TLS: {_reason(error)}") from error
