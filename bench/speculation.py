@@ -36,7 +36,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
@@ -361,7 +360,8 @@ def measure_model(name: str, width: int, home: BenchHome, options: Namespace) ->
         if options.oracle_alone:
             return figures, []
         if options.places_alone:
-            figures["places"] = list(map(asdict, chain(*measure_places(model, width, options))))
+            places, ratios = measure_places(model, width, options)
+            figures["places"] = [*map(asdict, places), *map(asdict, ratios)]
             return figures, []
         others: Sequence[Contender] = ()
         if dense:

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -298,7 +299,7 @@ async def until_shown(pods: Pods, inside: Inside) -> None:
             return connection.getpeercert(binary_form=True) == wanted
 
     for name in ("ranks", "admin"):
-        await asyncio.to_thread(wait_for, lambda name=name: is_shown(name), PATIENCE_S, lambda: pods.log("gateway"))
+        await asyncio.to_thread(wait_for, partial(is_shown, name), PATIENCE_S, lambda: pods.log("gateway"))
 
 
 def refusal(pods: Pods, inside: Inside, folder: Path) -> str:
