@@ -436,7 +436,10 @@ def _by_rules_of_the_rest() -> list[InvalidResource]:
         ),
         (
             "drafts-on-gpus-that-are-not-there",
-            {"spec/engine/speculative": {"kind": "Draft", "draft": {"uri": "hf://org/small", "ranks": "GPU"}}},
+            {
+                "spec/pools": [_pool("cpu")],
+                "spec/engine/speculative": {"kind": "Draft", "draft": {"uri": "hf://org/small", "ranks": "GPU"}},
+            },
             "spec.engine.speculative.draft.ranks",
             "names a kind of ranks that no pool has; take Auto, All or the other kind",
         ),
