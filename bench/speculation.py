@@ -239,6 +239,10 @@ def _pairs(loads: Mapping[str, Workload], runs: Runs) -> Pairs:
     compared = [(kind, KINDS[0]) for kind in KINDS[1:]]
     compared += [(lookup, lookup.partition(LOOKUP)[0]) for lookup in lookups]
     compared += [("NGram", lookup) for lookup in lookups]
+    return _paired(loads, runs, compared)
+
+
+def _paired(loads: Mapping[str, Workload], runs: Runs, compared: Sequence[tuple[str, str]]) -> Pairs:
     return {
         (f"{this} / {other}", name): [
             (rate(load, before.measured), rate(load, run.measured))
@@ -334,13 +338,7 @@ def measure_places(model: Path, width: int, options: Namespace) -> tuple[list[Fi
         said = {each.name: each.topology().speculation for each in groups}
     if broken or len({run.measured.heads for by_load in runs.values() for run in by_load["prose"]}) > 1:
         raise RuntimeError(f"groups broke, or their tokens differ: {broken}")
-    pairs: Pairs = {
-        (f"{this} / {other}", "prose"): [
-            (rate(prose["prose"], before.measured), rate(prose["prose"], run.measured))
-            for before, run in zip(runs[other]["prose"], runs[this]["prose"], strict=True)
-        ]
-        for this, other in (("CPU", "None"), ("All", "None"), ("All", "CPU"))
-    }
+    pairs = _paired(prose, runs, (("CPU", "None"), ("All", "None"), ("All", "CPU")))
     found = Found(_figures(prose, runs), ratios_of(pairs), said, {})
     _print(f"{width}-bit weights, the draft model on one of two ranks and on both", found)
     return found.figures, found.ratios

@@ -14,6 +14,7 @@ from hetero_api.spec import (
     SpeculationKind,
     SpeculativeSpec,
 )
+from hetero_placement.shard_plans import whole_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,16 @@ class Bounds:
     """spec.engine.speculative.draft.ranks."""
     draft_plan: ShardPlan | None = None
     """Who owns what of it; None: rank 0 has all."""
+
+    def drafting_at(self, place: DraftPlace | None) -> Bounds:
+        """Return the bounds with the draft model at a place; None: there is no draft model."""
+        return self if place is None else replace(self, draft_plan=place.plan)
+
+    def draft_plan_of(self, world_size: int) -> ShardPlan | None:
+        """Return who owns what of the draft model in a group of so many ranks; None: there is none."""
+        if self.draft is None or self.draft_plan is not None:
+            return self.draft_plan
+        return whole_on(self.draft, 0, world_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +142,6 @@ class Decision:
     reason: str
     draft: DraftPlace | None = None
     """Where the draft model lies; None: there is none."""
-
-    def within(self, bounds: Bounds) -> Bounds:
-        """Return the bounds with the draft model where it lies."""
-        return bounds if self.draft is None else replace(bounds, draft_plan=self.draft.plan)
 
 
 def bounds_of(spec: HeteroInferenceSpec, config: ModelConfig, draft: ModelConfig | None = None) -> Bounds:

@@ -47,7 +47,9 @@ def draft_places(
         )
         return DraftPlace(name, plan, seconds)
 
-    places = (place(name, plan) for name, plan in asked.items())
+    # One rank is both the first of its kind and all of them.
+    names = {plan: name for name, plan in reversed(asked.items())}
+    places = [place(name, plan) for name, plan in asked.items() if names[plan] == name]
     return tuple(sorted(places, key=lambda each: float(f"{each.token_s:.3g}")))
 
 
@@ -72,7 +74,7 @@ def _plans(draft: ModelConfig, hardware: Hardware) -> Iterator[tuple[DraftRanks,
     for name, kind in ((DraftRanks.GPU, PoolType.GPU), (DraftRanks.CPU, PoolType.CPU)):
         if ranks := hardware.ranks_of(kind):
             yield name, whole_on(draft, ranks[0], world)
-    if 1 < world <= draft.num_kv_heads:
+    if world <= draft.num_kv_heads:
         speeds = [int(rank.speeds.memory_bandwidth) for rank in hardware.ranks]
         heads = [1.0 + more for more in largest_remainder(draft.num_kv_heads - world, speeds)]
         yield DraftRanks.ALL, deal_within_layers(draft, cores=speeds, shares=PlacementShares(attention=heads))

@@ -32,7 +32,7 @@ from hetero_api.sharding import RankShard, ShardPlan
 from hetero_placement.decision import Bounds
 from hetero_placement.hardware import Hardware
 from hetero_placement.part_costs import element_bytes
-from hetero_placement.shard_plans import UNIT, plan_within_layers, whole_on
+from hetero_placement.shard_plans import UNIT, plan_within_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +94,7 @@ class MemoryModel:
         )
         self._num_hosts = len(hardware.ranks) - hardware.num_gpu_ranks
         self._draft = None if bounds.draft is None else replace(self._memory, config=bounds.draft)
-        self._draft_plan = bounds.draft_plan or (
-            None if bounds.draft is None else whole_on(bounds.draft, 0, len(hardware.ranks))
-        )
+        self._draft_plan = bounds.draft_plan_of(len(hardware.ranks))
         self._units: dict[tuple[int, frozenset[int]], UnitBytes] = {}
         self._beside: dict[tuple[int, ...], float] = {}
 
@@ -146,10 +144,9 @@ class MemoryModel:
         return memory.weight_parts(shard, packs_head=not self._is_gpu(rank))
 
     def _taken(self, rank: int, shard: RankShard) -> Need:
-        own, drafted, is_gpu = self._taken_by_shard(rank, shard), self._drafted(rank), self._is_gpu(rank)
-        if self._draft is None or drafted is None:
+        own, draft, is_gpu = self._taken_by_shard(rank, shard), self._draft, self._is_gpu(rank)
+        if draft is None or (part := self._drafted(rank)) is None:
             return own
-        draft, part = self._draft, drafted
         memory = replace(draft, weight_bits=self.hardware.ranks[rank].weight_bits, threads=self._threads(rank))
         weights = memory.weight_parts(part, packs_head=not is_gpu)
         rows = self._config.vocab_size

@@ -86,7 +86,7 @@ def solve(
     if draft is None:
         return solved(bounds)
     for place in draft_places(draft, hardware, dtype=dtype, bounds=bounds, workload=placement.workload):
-        within = replace(bounds, draft_plan=place.plan)
+        within = bounds.drafting_at(place)
         try:
             decision = solved(within)
             # The search looks at ranks that compute; another may have the draft model alone.

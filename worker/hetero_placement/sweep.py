@@ -22,7 +22,7 @@ from hetero_placement.decision import Bounds, Option
 from hetero_placement.draft import draft_token_s
 from hetero_placement.hardware import Hardware
 from hetero_placement.memory_model import MemoryModel
-from hetero_placement.shard_plans import deal_layers, deal_within_layers, whole_on
+from hetero_placement.shard_plans import deal_layers, deal_within_layers
 from hetero_placement.steps import LOADS, Load, decode_step
 from hetero_placement.streaming import streamed_steps
 
@@ -145,9 +145,8 @@ def rates_with_proposals(
     model = CostModel.within(bounds, config, hardware, dtype=dtype)
     batch = min(workload.concurrency, bounds.max_num_seqs)
     sources = {"n-grams": 0.0}
-    if bounds.draft is not None:
+    if bounds.draft is not None and (draft_plan := bounds.draft_plan_of(len(hardware.ranks))) is not None:
         name = "the prediction head" if bounds.draft.follows_states else "the draft model"
-        draft_plan = bounds.draft_plan or whole_on(bounds.draft, 0, len(hardware.ranks))
         sources[name] = draft_token_s(
             bounds.draft, hardware, draft_plan, dtype=dtype, bounds=bounds, batch=batch, context=workload.decode_context
         )

@@ -40,6 +40,10 @@ def test_the_resource_says_where(asked: DraftRanks) -> None:
     assert named(group(gpu(1e12), cpu(1e11), cpu(1e11)), asked) == [asked]
 
 
+def test_all_of_one_rank_is_that_rank() -> None:
+    assert named(group(cpu(1e11)), DraftRanks.ALL) == ["All"]
+
+
 def test_all_ranks_need_a_head_each() -> None:
     bounds = bounds_of(LARGE, draft=config_of(**SMOLLM2), draft_ranks=DraftRanks.ALL)
     hardware = group(*[cpu(1e11)] * 4)
@@ -82,7 +86,7 @@ def test_where_the_fastest_place_leaves_no_room_the_next_is_taken() -> None:
     assert found.draft is not None
     assert found.draft.plan.owners == (1,)
     assert "draft model on rank 1: " in found.reason
-    assert not MemoryModel(LARGE, tight, found.within(bounds), dtype="bfloat16").problem(found.plan)
+    assert not MemoryModel(LARGE, tight, bounds.drafting_at(found.draft), dtype="bfloat16").problem(found.plan)
     told = replace(bounds, draft_ranks=DraftRanks.GPU)
     with pytest.raises(PlanError):
         solve(LARGE, group(gpu(1e12, memory=2.5 * GB)), dtype="bfloat16", placement=PlacementSpec(), bounds=told)

@@ -87,7 +87,7 @@ def plan(
     dtype, bounds = spec.dtype_in_force, bounds_of(spec, config, inputs.draft)
     workload = spec.placement.workload
     decision = solve(config, hardware, dtype=dtype, placement=spec.placement, bounds=bounds)
-    bounds = decision.within(bounds)
+    bounds = bounds.drafting_at(decision.draft)
     memory = MemoryModel(config, hardware.levelled(), bounds, dtype=dtype)
     rates = rates_by_load(config, hardware, decision.options, dtype=dtype, bounds=bounds)
     proposed = (

@@ -229,7 +229,7 @@ def _adopt(settings: GroupSettings, hardware: Hardware, held: ShardPlan, bounds:
         draft, *_ = draft_places(
             bounds.draft, hardware.levelled(), dtype=settings.dtype, bounds=bounds, workload=workload
         )
-    bounds = bounds if draft is None else replace(bounds, draft_plan=draft.plan)
+    bounds = bounds.drafting_at(draft)
     prediction, streaming, no_streaming = predict(
         settings.config, hardware, held, dtype=settings.dtype, workload=workload, bounds=bounds
     )

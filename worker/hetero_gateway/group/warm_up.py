@@ -72,7 +72,7 @@ def warm_up_plans(
     """Return the plans; none where not even the shortest sequence has room.
 
     `on_host`: no rank is a GPU. `graph_sizes`: numbers of sequences for which some rank makes a graph; those without
-    room are left out. `drafts`: rank 0 has a draft model, which reads the long sequence and draws behind it.
+    room are left out. `drafts`: there is a draft model, which reads the long sequence and draws behind it.
     """
     writer = _PlanWriter(bounds.block_size)
     room = (bounds.num_blocks - 1) * bounds.block_size

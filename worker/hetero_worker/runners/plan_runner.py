@@ -184,7 +184,8 @@ class PlanRunner:
         order = ranks_pb2.AllocateCache(num_blocks=num_blocks, block_size=block_size, num_snapshots=num_snapshots)
         cache = make_cache(order, self.backend, decoder=shard.decoder, request=request, report=report)
         self._model_state.cache = cache
-        if self._draft is not None and self._exchange is not None:
+        if self._draft is not None:
+            assert self._exchange is not None, "attach comes before a cache"
             self._draft.drop_cache()
             self._draft.follow(self._model_state, self._exchange)
         return cache.num_bytes
