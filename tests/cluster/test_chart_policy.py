@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
+from hetero_api.contract import KIND
 from hetero_api.crd import crd
 from hetero_api.manifest import parse_resource
 from hetero_operator.config import OperatorConfig
@@ -15,10 +16,16 @@ from tests.support.chart_cases import POLICY
 from tests.support.crd_judge import holds, stored
 from tests.support.helm import ADMISSION_POLICY, Helm, HelmFailed, Object, kinds, only, pod_environment
 from tests.support.hetero_resources import SPEC, resource
+from tests.support.kube.client import Client
+from tests.support.kube.cluster import Cluster
+from tests.support.kube.errors import ApiError
+from tests.support.kube.polling import poll
 from tests.support.kube.tools import find_helm
+from tests.support.kube.versions import Version
 from tests.support.policy_cases import CASES, STRICT, PolicyCase
 
 NAME = "hetero-system.hetero-heteroinference-operator"
+SERVED_SINCE = Version(1, 30, 0)
 _SPEC = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
 SCHEMA: Mapping[str, Any] = {"type": "object", "properties": {"spec": _SPEC}}
 by_field = pytest.mark.parametrize("case", CASES, ids=lambda case: case.field)
@@ -148,3 +155,60 @@ def test_the_operators_own_pods_ask_the_same_name_servers(helm: Helm) -> None:
 def test_wrong_lists_are_refused(helm: Helm, policy: dict[str, Any]) -> None:
     with pytest.raises(HelmFailed, match=next(iter(policy))):
         helm.template({"policy": policy})
+
+
+# --- a server that has the API ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def enforced(helm: Helm, cluster: Cluster, client: Client, namespace: str) -> Iterator[str]:
+    """A namespace with the policy, which is in force; an older resource that it would refuse is there."""
+    if cluster.version < SERVED_SINCE:
+        pytest.skip(f"Kubernetes {cluster.version} serves no ValidatingAdmissionPolicy; {SERVED_SINCE} does")
+    forbidden = {"model.cache.hostPath": "/etc"}
+    client.create(resource("older", namespace, forbidden))
+    values = {**POLICY, "watchNamespaces": [namespace]}
+    objects = helm.template(values, release=namespace, apis=[ADMISSION_POLICY])
+    made = [one for one in objects if one["kind"].startswith("ValidatingAdmissionPolicy")]
+    try:
+        for one in made:
+            client.create(one)
+        poll(lambda: refused(client, resource("x", namespace, forbidden)), timeout_s=30)
+        policy = client.wait_for(made[0]["kind"], made[0]["metadata"]["name"], until=lambda found: "status" in found)
+        assert not policy["status"].get("typeChecking", {}).get("expressionWarnings")
+        yield namespace
+    finally:
+        for one in made:
+            client.delete(one["kind"], one["metadata"]["name"])
+
+
+def refused(client: Client, asked: Object) -> str:
+    """A server's message, if it would not create the resource."""
+    try:
+        client.create(asked, dry_run=True)
+    except ApiError as error:
+        if error.status["reason"] == "Forbidden":
+            return str(error.status["message"])
+        raise
+    return ""
+
+
+def test_a_server_refuses_each_name_and_says_field_and_value(client: Client, enforced: str) -> None:
+    for number, case in enumerate(CASES):
+        message = refused(client, resource(f"forbidden-{number}", enforced, case.forbidden))
+        assert f"{case.field.replace('[0]', '[]')}: " in message, case
+        assert f"chart value {case.chart_value}, which is" in message
+        assert not refused(client, resource(f"allowed-{number}", enforced, case.allowed)), case
+
+
+def test_a_server_leaves_what_is_older_to_its_owner_and_other_namespaces_alone(
+    cluster: Cluster, client: Client, enforced: str
+) -> None:
+    label = {"metadata": {"labels": {"team": "a"}}}
+    assert client.patch(KIND, "older", label, enforced)["metadata"]["labels"] == {"team": "a"}
+    client.patch(KIND, "older", {"spec": {"replicas": 2}}, enforced, subresource="scale")
+    with pytest.raises(ApiError, match="hostPath"):
+        client.patch(KIND, "older", {"spec": {"replicas": 3}}, enforced)
+    client.delete(KIND, "older", enforced)
+    elsewhere = cluster.create_namespace(client)
+    assert not refused(client, resource("x", elsewhere, CASES[0].forbidden))
