@@ -30,6 +30,12 @@
 #define TILE 2
 #define VECTORS 4
 #endif
+/* Makes gcc read what it has read already. */
+#if HC_W == 8
+#define READ_AGAIN(from) __asm__("" : "+r"(from))
+#else
+#define READ_AGAIN(from) (void)0
+#endif
 #define PAIRS HC_FORMATS /* a format of its own: HC_BF16 that meets bfloat16 rows */
 #define WHOLE_PANEL (HC_W == 4 ? 1 : 2) /* rows that meet all vectors of a panel at once, at most */
 #define AT_ONCE(rows) ((rows) <= WHOLE_PANEL ? HC_VECTORS : VECTORS)
@@ -91,8 +97,31 @@ V_INLINE void write_sums(const int rows, const int vectors, vf sums[HC_MAX_TILE]
     hc_write_tile(&piece->corner, (uint64_t)rows, (uint64_t)vectors * HC_W, out, piece->is_first, piece->is_last);
 }
 
+/* Adds the products of `count` inputs of a unit, from the tile's input `at` on. */
+V_INLINE void add_unit(const int rows, const int vectors, const int format, const uint64_t count, const char *w,
+                       const float *x, uint64_t at, const vf *factors, vf sums[HC_MAX_TILE][HC_VECTORS]) {
+    HC_UNROLLED
+    for (uint64_t i = 0; i < count; i++) {
+        vf weights[HC_VECTORS];
+        READ_AGAIN(w); /* both inputs of a unit lie there, and there are no registers to keep them in */
+        HC_UNROLLED
+        for (int v = 0; v < vectors; v++) {
+            weights[v] = widened(w + v * vector_bytes(format), format, i);
+            if (format == HC_F8)
+                weights[v] = weights[v] * factors[v];
+        }
+        HC_UNROLLED
+        for (int r = 0; r < rows; r++) {
+            vf one = v_all(x[r * HC_LANES + at + i]);
+            HC_UNROLLED
+            for (int v = 0; v < vectors; v++)
+                sums[r][v] = v_fma(one, weights[v], sums[r][v]);
+        }
+    }
+}
+
 V_INLINE void multiply_singly(const int rows, const int vectors, const int format, const hc_piece *piece) {
-    const uint64_t unit = UNIT(format), vector = vector_bytes(format), step = HC_VECTORS * vector;
+    const uint64_t unit = UNIT(format), step = HC_VECTORS * vector_bytes(format);
     const uint16_t *scales = piece->scales;
     uint64_t of_group = piece->left;
     vf sums[HC_MAX_TILE][HC_VECTORS];
@@ -113,26 +142,15 @@ V_INLINE void multiply_singly(const int rows, const int vectors, const int forma
             for (int v = 0; v < vectors; v++)
                 factors[v] = v_load_as(scales + v * HC_W, HC_F16);
         }
-        for (uint64_t begin = 0; begin < now; begin += unit, w += step) {
-            HC_UNROLLED
-            for (uint64_t i = begin; i < begin + unit; i++) {
-                if (i == now)
-                    break; /* there is no second input */
-                vf weights[HC_VECTORS];
-                HC_UNROLLED
-                for (int v = 0; v < vectors; v++) {
-                    weights[v] = widened(w + v * vector, format, i - begin);
-                    if (format == HC_F8)
-                        weights[v] = weights[v] * factors[v];
-                }
-                HC_UNROLLED
-                for (int r = 0; r < rows; r++) {
-                    vf one = v_all(x[r * HC_LANES + i]);
-                    HC_UNROLLED
-                    for (int v = 0; v < vectors; v++)
-                        sums[r][v] = v_fma(one, weights[v], sums[r][v]);
-                }
-            }
+        if (now == HC_LANES) {
+            _Pragma("GCC unroll 8")
+            for (uint64_t i = 0; i < HC_LANES; i += unit, w += step)
+                add_unit(rows, vectors, format, unit, w, x, i, factors, sums);
+        } else {
+            for (uint64_t i = 0; i < now / unit * unit; i += unit, w += step)
+                add_unit(rows, vectors, format, unit, w, x, i, factors, sums);
+            if (now % unit) /* there is no second input */
+                add_unit(rows, vectors, format, 1, w, x, now - 1, factors, sums);
         }
         x += rows * HC_LANES;
         left -= now;
@@ -313,13 +331,14 @@ static const uint16_t *scales_at(const hc_weight *weight, uint64_t panel, uint64
     return hc_panel_numbers(weight, weight->scales, panel) + (weight->group ? input / weight->group : 0) * HC_PANEL;
 }
 
-static void multiply_tile(const hc_rows *rows, uint64_t first, uint64_t count, const hc_block *block, hc_ahead ahead) {
+/* `pass`: number of the tile's first one of the block. */
+static void multiply_tile(const hc_rows *rows, uint64_t first, uint64_t count, const hc_block *block,
+                          const hc_stream *stream, uint64_t pass) {
     const hc_weight *weight = rows->op->weight;
     uint64_t at_once = AT_ONCE(count), format = rows->in_pairs ? (uint64_t)PAIRS : block->format;
     hc_piece piece = {.w = block->w,
                       .x = rows->x + first * rows->row_floats + block->begin * count / (rows->in_pairs ? 2 : 1),
                       .count = block->behind - block->begin,
-                      .ahead = ahead,
                       .ahead_step = HC_LANES * bytes_of_input(weight),
                       .is_first = !block->begin,
                       .is_last = block->behind == weight->in};
@@ -329,11 +348,11 @@ static void multiply_tile(const hc_rows *rows, uint64_t first, uint64_t count, c
         piece.left = piece.group - (weight->group ? block->begin % weight->group : 0);
     }
     for (uint64_t v = 0; v < HC_VECTORS; v += at_once) {
+        piece.ahead = hc_ahead_of(stream, block->stored, pass++);
         piece.corner = hc_corner_of(rows->op, rows->sums, first, block->panel * HC_PANEL + v * HC_W);
         MULTIPLIERS[format](count, &piece);
         piece.w += at_once * vector_bytes(block->format);
         piece.scales += block->format == HC_F8 ? at_once * HC_W : 0;
-        piece.ahead.bytes = 0; /* it is asked for already */
     }
 }
 
@@ -350,14 +369,14 @@ static void widen_scaled(const hc_weight *weight, const hc_block *block, float *
 /* By all tiles of the part. */
 static void multiply_block(const hc_rows *rows, const hc_part *part, const hc_block *block) {
     const hc_weight *weight = rows->op->weight;
+    uint64_t passes = HC_VECTORS / AT_ONCE(hc_highest_tile(&rows->tiles));
     hc_stream stream = hc_stream_of(hc_panel(weight, part->behind_panels), HC_LANES * bytes_of_input(weight),
-                                    part->behind_tiles - part->first_tile,
+                                    (part->behind_tiles - part->first_tile) * passes,
                                     (block->behind - block->begin) * bytes_of_input(weight));
     uint64_t first = hc_tile_begin(&rows->tiles, part->first_tile), behind;
     for (uint64_t tile = part->first_tile; tile < part->behind_tiles; tile++, first = behind) {
         behind = hc_tile_begin(&rows->tiles, tile + 1);
-        hc_ahead ahead = hc_ahead_of(&stream, block->stored, tile - part->first_tile);
-        multiply_tile(rows, first, behind - first, block, ahead);
+        multiply_tile(rows, first, behind - first, block, &stream, (tile - part->first_tile) * passes);
     }
 }
 

@@ -60,39 +60,42 @@ static inline hc_part hc_part_of(uint64_t num_tiles, uint64_t num_panels, uint64
 #define HC_LINE 64
 #define HC_AHEAD 8192u /* bytes: half of it is too late on some machines, twice as much no better */
 
-/* What is asked for from memory, some bytes before it is read: some lines of each step, the tiles dividing them. */
+/* What is asked for from memory, some bytes before it is read: some lines of each step, the passes dividing them. */
 typedef struct {
     const char *at;
     uint64_t bytes;                    /* that there are from `at` on */
     uint64_t first_line, behind_lines; /* within a step */
 } hc_ahead;
 
-/* What tiles read one after the other, in steps. */
+/* What passes read one after the other, in steps: each tile of rows makes one or more. */
 typedef struct {
     const char *end;
     uint64_t step;     /* bytes */
     uint64_t distance; /* bytes from what is read to what is asked for */
-    uint64_t lines;    /* of a step, that one tile asks for */
+    uint64_t lines;    /* of a step, that one pass asks for */
 } hc_stream;
 
-/* Of so many tiles, each of which reads the same `piece` bytes: they ask for what comes behind these. */
-static inline hc_stream hc_stream_of(const void *end, uint64_t step, uint64_t tiles, uint64_t piece) {
-    return (hc_stream){end, step, tiles == 1 ? HC_AHEAD : piece, (step / HC_LINE + tiles - 1) / tiles};
+/* Of so many passes over the same `piece` bytes: they ask for what comes behind these. */
+static inline hc_stream hc_stream_of(const void *end, uint64_t step, uint64_t passes, uint64_t piece) {
+    return (hc_stream){end, step, passes == 1 ? HC_AHEAD : piece, (step / HC_LINE + passes - 1) / passes};
 }
 
-/* Of the tile of that number, for the piece at `at`. */
-static inline hc_ahead hc_ahead_of(const hc_stream *stream, const void *at, uint64_t tile) {
+/* Of the pass of that number, for the piece at `at`. */
+static inline hc_ahead hc_ahead_of(const hc_stream *stream, const void *at, uint64_t pass) {
     uint64_t left = (uint64_t)(stream->end - (const char *)at), lines = stream->step / HC_LINE;
-    uint64_t first = tile * stream->lines, behind = first + stream->lines;
+    uint64_t first = pass * stream->lines, behind = first + stream->lines;
     return (hc_ahead){(const char *)at + stream->distance, left > stream->distance ? left - stream->distance : 0, first,
                       behind < lines ? behind : lines};
 }
 
 /* Of the step at `at`. */
 V_INLINE void hc_ask_for(const hc_ahead *ahead, uint64_t at) {
-    if (at < ahead->bytes)
-        for (uint64_t line = ahead->first_line; line < ahead->behind_lines; line++)
-            __builtin_prefetch(ahead->at + at + line * HC_LINE);
+    if (at >= ahead->bytes)
+        return;
+    const char *behind = ahead->at + at + ahead->behind_lines * HC_LINE;
+    _Pragma("GCC unroll 4")
+    for (const char *line = ahead->at + at + ahead->first_line * HC_LINE; line < behind; line += HC_LINE)
+        __builtin_prefetch(line);
 }
 
 /* A corner of the result: a tile's rows and a panel, or a vector of it. */
