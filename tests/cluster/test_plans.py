@@ -51,7 +51,7 @@ class RealWorld:
         return plan(
             Observed(
                 resource=self.resource,
-                owned=list(self._list(*KINDS, *self._budgets())),
+                owned=list(self._list(*KINDS, *self._optional())),
                 pods=list(self._list("Pod")),
                 failed_pods=(),
                 now=datetime.now(UTC),
@@ -98,8 +98,9 @@ class RealWorld:
         )
         return seen and len(pods) == wanted and not any("deletionTimestamp" in pod["metadata"] for pod in pods)
 
-    def _budgets(self) -> list[str]:
-        return ["/".join(kind) for kind in sorted(self.capabilities.kinds) if kind[1] == "PodDisruptionBudget"]
+    def _optional(self) -> list[str]:
+        """Kinds that some clusters have: budgets of another version, and claims of devices."""
+        return ["/".join(kind) for kind in sorted(self.capabilities.kinds)]
 
     def _list(self, *kinds: str) -> Iterator[dict[str, Any]]:
         selector = f"{LABEL_NAME}={self.resource['metadata']['name']}"

@@ -81,9 +81,10 @@ def _claim_template(rendering: Rendering, pool: PoolSpec, stored: Mapping[str, O
     revision = rendering.revisions.ranks
     name = rendering.names.claim_template(pool.name, revision)
     requests = [_core_request(pool, local_rank) for local_rank in range(pool.ranks_per_pod)]
-    spec = stored[name]["spec"] if name in stored else {"spec": {"devices": {"requests": requests}}}
+    # It can never be changed. The server adds empty metadata beside the claim's spec, which are not ours to write.
+    claim = stored[name]["spec"]["spec"] if name in stored else {"devices": {"requests": requests}}
     labels = {LABEL_POOL: pool.name, LABEL_REVISION: revision}
-    return manifest(rendering, RESOURCE_CLAIM_TEMPLATE, name, component=ROLE_RANK, labels=labels, spec=spec)
+    return manifest(rendering, RESOURCE_CLAIM_TEMPLATE, name, component=ROLE_RANK, labels=labels, spec={"spec": claim})
 
 
 def _core_request(pool: PoolSpec, local_rank: int) -> dict[str, Any]:
