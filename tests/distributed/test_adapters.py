@@ -37,7 +37,7 @@ NUM_TOKENS = 12
 LOADS = 1000
 ASKERS = 4
 WARM_UP = 3500
-"""Requests before memory is looked at: a gateway's native memory grows by 4 KB a request for the first 3,000, and no more."""
+"""Requests before memory is looked at: a gateway's native memory grows for the first 3,000, by 4 KB each."""
 MOST_BYTES_A_LOAD = 1000
 """Growth of a process that counts as none. An adapter has 500,000 bytes in 42 tensors."""
 
