@@ -284,8 +284,7 @@ static void multiply_part(const hc_rows *rows, const hc_part *part, uint8_t *buf
     uint64_t at_once = vectors_at_once(&rows->tiles), num_tiles = part->behind_tiles - part->first_tile;
     uint64_t ahead_step = hc_x_group(weight) * HC_PANEL / (hc_has_nibbles(weight) ? 2 : 1);
     uint64_t piece_bytes = hc_stored_inputs(weight) / hc_x_group(weight) * ahead_step;
-    uint64_t passes = HC_VECTORS / at_once;
-    hc_stream stream = hc_stream_of(hc_panel(weight, part->behind_panels), ahead_step, num_tiles * passes, piece_bytes);
+    hc_stream stream = hc_stream_of(hc_panel(weight, part->behind_panels), ahead_step, num_tiles, piece_bytes);
     for (uint64_t panel = part->first_panel; panel < part->behind_panels; panel++) {
         const uint8_t *stored = hc_panel(weight, panel);
         if (is_spread)
@@ -299,14 +298,15 @@ static void multiply_part(const hc_rows *rows, const hc_part *part, uint8_t *buf
                               .minima = weight->minima ? hc_panel_numbers(weight, weight->minima, panel) : NULL,
                               .weight = weight,
                               .x = hc_quantized_at(weight, rows->x + first * rows->row_bytes, count),
+                              .ahead = hc_ahead_of(&stream, stored, tile - part->first_tile),
                               .ahead_step = ahead_step};
-            for (uint64_t v = 0, pass = (tile - part->first_tile) * passes; v < HC_VECTORS; v += at_once) {
-                piece.ahead = hc_ahead_of(&stream, stored, pass++);
+            for (uint64_t v = 0; v < HC_VECTORS; v += at_once) {
                 piece.corner = hc_corner_of(rows->op, NULL, first, panel * HC_PANEL + v * HC_W);
                 run(count, at_once, &piece);
                 piece.values += at_once * sizeof(vb);
                 piece.scales += at_once * HC_W;
                 piece.minima += piece.minima ? at_once * HC_W : 0;
+                piece.ahead.bytes = 0; /* it is asked for already */
             }
         }
     }

@@ -67,7 +67,7 @@ typedef struct {
     uint64_t first_line, behind_lines; /* within a step */
 } hc_ahead;
 
-/* What passes read one after the other, in steps: each tile of rows makes one or more. */
+/* What passes over the weights read one after the other, in steps. A kernel counts its tiles, or tiles and vectors. */
 typedef struct {
     const char *end;
     uint64_t step;     /* bytes */
