@@ -1,6 +1,6 @@
 """What the linear layers of a step cost with each kernel: the native ones and torch's, side by side.
 
-    python -m bench.kernels [--threads N] [--models NAME ...] [--rows N ...] [--kernels NAME ...] [--seconds S]
+    python -m bench.kernels [--threads N] [--models NAME ...] [--rows N ...] [--kernels NAME ...] [--seconds S] [--isa NAME]
 
 For each shape of a model's layers there are as many weights as are far over the caches, and they are gone through in
 turn; kernels take turns, and the median counts. A table a model: rows of a step, and for each kernel the milliseconds
@@ -90,10 +90,13 @@ class Kernel:
 
 def kernels(op_queue: OpQueue) -> dict[str, Kernel]:
     """All that there are on this machine."""
-    native = NativeLinear(op_queue)
+    native, narrow = NativeLinear(op_queue), NativeLinear(op_queue, torch.bfloat16)
     return {
         "native fp32": Kernel(32, "float32", lambda shape: _plain(native.pack(_random(shape)))),
         "native bf16": Kernel(16, "float32", lambda shape: _plain(native.pack(_random(shape).bfloat16()))),
+        "native bf16 of bf16": Kernel(
+            16, "bfloat16", lambda shape: _narrow(narrow.pack(_random(shape).bfloat16()))
+        ),
         "native fp16": Kernel(16, "float32", lambda shape: _plain(native.pack(_random(shape).half()))),
         "native int8": Kernel(8, "int8", lambda shape: _plain(native.pack_quantized(_whole(shape, INT8)))),
         "native int4": Kernel(5, "int8", lambda shape: _plain(native.pack_quantized(_whole(shape, int4())))),
@@ -237,12 +240,15 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--kernels", nargs="+", help="default: all")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each kernel, shape and number of rows, about")
+    parser.add_argument("--isa", help="instruction set of the native kernels; default: the best that there is")
     arguments = parser.parse_args()
     limits = measure(arguments.threads)
     print(f"{platform.processor() or platform.machine()}, {arguments.threads} threads: {limits.told()}", flush=True)
     loaded = load_compute()
     if loaded.library is None:
         parser.error(loaded.reason)
+    if arguments.isa:
+        loaded.library.use(arguments.isa)
     torch.set_num_threads(arguments.threads)
     candidates = kernels(OpQueue(NativeTeam(loaded.library, arguments.threads)))
     if unknown := set(arguments.kernels or ()) - set(candidates):

@@ -36,6 +36,7 @@
 #else
 #define READ_AGAIN(from) (void)0
 #endif
+#define PARTS 8u           /* of 16 inputs, each of which asks for its share of what comes later */
 #define PAIRS HC_FORMATS /* a format of its own: HC_BF16 that meets bfloat16 rows */
 #define WHOLE_PANEL (HC_W == 4 ? 1 : 2) /* rows that meet all vectors of a panel at once, at most */
 #define AT_ONCE(rows) ((rows) <= WHOLE_PANEL ? HC_VECTORS : VECTORS)
@@ -130,7 +131,6 @@ V_INLINE void multiply_singly(const int rows, const int vectors, const int forma
     const char *w = piece->w;
     for (uint64_t left = piece->count, at = 0; left; at += piece->ahead_step) {
         uint64_t now = left < HC_LANES ? left : HC_LANES;
-        hc_ask_for(&piece->ahead, at);
         vf factors[HC_VECTORS];
         if (format == HC_F8) {
             if (!of_group) {
@@ -143,10 +143,15 @@ V_INLINE void multiply_singly(const int rows, const int vectors, const int forma
                 factors[v] = v_load_as(scales + v * HC_W, HC_F16);
         }
         if (now == HC_LANES) {
-            _Pragma("GCC unroll 8")
-            for (uint64_t i = 0; i < HC_LANES; i += unit, w += step)
-                add_unit(rows, vectors, format, unit, w, x, i, factors, sums);
+            HC_UNROLLED
+            for (uint64_t part = 0, i = 0; part < PARTS; part++) {
+                hc_ask_for(&piece->ahead, at, part, PARTS);
+                HC_UNROLLED
+                for (; i < (part + 1) * HC_LANES / PARTS; i += unit, w += step)
+                    add_unit(rows, vectors, format, unit, w, x, i, factors, sums);
+            }
         } else {
+            hc_ask_for(&piece->ahead, at, 0, 1);
             for (uint64_t i = 0; i < now / unit * unit; i += unit, w += step)
                 add_unit(rows, vectors, format, unit, w, x, i, factors, sums);
             if (now % unit) /* there is no second input */
@@ -167,9 +172,8 @@ V_INLINE void multiply_pairs(const int rows, const hc_piece *piece) {
     const char *w = piece->w;
     for (uint64_t left = piece->count, at = 0; left; at += 2 * piece->ahead_step) {
         uint64_t now = left < 2 * HC_LANES ? left : 2 * HC_LANES;
-        hc_ask_for(&piece->ahead, at);
-        hc_ask_for(&piece->ahead, at + piece->ahead_step);
         for (uint64_t i = 0; i < (now + 1) / 2; i++, w += step) {
+            hc_ask_for(&piece->ahead, at + i / PARTS * piece->ahead_step, i % PARTS, PARTS);
             HC_UNROLLED
             for (int r = 0; r < rows; r++) {
                 __m512bh one = (__m512bh)_mm512_set1_epi32((int)x[r * HC_LANES + i]);

@@ -130,7 +130,7 @@ V_INLINE void multiply(const int rows, const int vectors, const int kind, const 
             sums[r][v] = v_all(0);
     for (uint64_t begin = 0, asked = 0, at = 0; begin < in;) {
         uint64_t count = in - begin < group ? in - begin : group;
-        hc_ask_for(&piece->ahead, asked);
+        hc_ask_for(&piece->ahead, asked, 0, 1);
         asked += piece->ahead_step;
         vi dots[HC_MAX_TILE][HC_VECTORS];
         HC_UNROLLED

@@ -88,14 +88,15 @@ static inline hc_ahead hc_ahead_of(const hc_stream *stream, const void *at, uint
                       behind < lines ? behind : lines};
 }
 
-/* Of the step at `at`. */
-V_INLINE void hc_ask_for(const hc_ahead *ahead, uint64_t at) {
+/* Of the step at `at` a part of that many, as loads wait behind many that are asked for at once. */
+V_INLINE void hc_ask_for(const hc_ahead *ahead, uint64_t at, uint64_t part, const uint64_t parts) {
     if (at >= ahead->bytes)
         return;
-    const char *behind = ahead->at + at + ahead->behind_lines * HC_LINE;
-    _Pragma("GCC unroll 4")
-    for (const char *line = ahead->at + at + ahead->first_line * HC_LINE; line < behind; line += HC_LINE)
-        __builtin_prefetch(line);
+    uint64_t lines = (ahead->behind_lines - ahead->first_line + parts - 1) / parts;
+    uint64_t first = ahead->first_line + part * lines;
+    uint64_t end = first + lines < ahead->behind_lines ? first + lines : ahead->behind_lines;
+    for (uint64_t line = first; line < end; line++)
+        __builtin_prefetch(ahead->at + at + line * HC_LINE);
 }
 
 /* A corner of the result: a tile's rows and a panel, or a vector of it. */
