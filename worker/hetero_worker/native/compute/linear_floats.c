@@ -145,13 +145,13 @@ V_INLINE void multiply_singly(const int rows, const int vectors, const int forma
         if (now == HC_LANES) {
             HC_UNROLLED
             for (uint64_t part = 0, i = 0; part < PARTS; part++) {
-                hc_ask_for(&piece->ahead, at, part, PARTS);
+                hc_ask_for_part(&piece->ahead, at, part);
                 HC_UNROLLED
                 for (; i < (part + 1) * HC_LANES / PARTS; i += unit, w += step)
                     add_unit(rows, vectors, format, unit, w, x, i, factors, sums);
             }
         } else {
-            hc_ask_for(&piece->ahead, at, 0, 1);
+            hc_ask_for(&piece->ahead, at);
             for (uint64_t i = 0; i < now / unit * unit; i += unit, w += step)
                 add_unit(rows, vectors, format, unit, w, x, i, factors, sums);
             if (now % unit) /* there is no second input */
@@ -173,7 +173,7 @@ V_INLINE void multiply_pairs(const int rows, const hc_piece *piece) {
     for (uint64_t left = piece->count, at = 0; left; at += 2 * piece->ahead_step) {
         uint64_t now = left < 2 * HC_LANES ? left : 2 * HC_LANES;
         for (uint64_t i = 0; i < (now + 1) / 2; i++, w += step) {
-            hc_ask_for(&piece->ahead, at + i / PARTS * piece->ahead_step, i % PARTS, PARTS);
+            hc_ask_for_part(&piece->ahead, at + i / PARTS * piece->ahead_step, i % PARTS);
             HC_UNROLLED
             for (int r = 0; r < rows; r++) {
                 __m512bh one = (__m512bh)_mm512_set1_epi32((int)x[r * HC_LANES + i]);
@@ -374,7 +374,7 @@ static void widen_scaled(const hc_weight *weight, const hc_block *block, float *
 static void multiply_block(const hc_rows *rows, const hc_part *part, const hc_block *block) {
     const hc_weight *weight = rows->op->weight;
     uint64_t passes = HC_VECTORS / AT_ONCE(hc_highest_tile(&rows->tiles));
-    hc_stream stream = hc_stream_of(hc_panel(weight, part->behind_panels), HC_LANES * bytes_of_input(weight),
+    hc_stream stream = hc_stream_of(hc_panel(weight, part->behind_panels), HC_LANES * bytes_of_input(weight), PARTS,
                                     (part->behind_tiles - part->first_tile) * passes,
                                     (block->behind - block->begin) * bytes_of_input(weight));
     uint64_t first = hc_tile_begin(&rows->tiles, part->first_tile), behind;

@@ -27,6 +27,10 @@
 #endif
 /* Up to so many tiles are high: two of 4-bit weights too, which then need not be spread. */
 #define HIGH_TILES(weight) (hc_has_nibbles(weight) ? 2 : 1)
+/* One tile asks for what comes later in parts of a group. Full tiles and 4-bit weights keep a core so busy that this costs
+ * more than it wins. */
+#define PARTS(weight) (hc_x_group(weight) / 4)
+#define ASKS_IN_PARTS(rows, kind) ((kind) == BYTES && (rows) != TILE && (rows) < HIGH_TILE)
 #define CACHED_BYTES (384u * 1024) /* of x that are gone through for panel after panel */
 #define AHEAD_NUMBERS 512          /* bytes of scales, and of minima, that are asked for ahead */
 
@@ -47,9 +51,12 @@ typedef struct {
 
 /* sums += dot products of `count` inputs, a multiple of 4 (where two lie in a byte: of 8). */
 V_INLINE void add_dots(const int rows, const int vectors, const int kind, const uint8_t *w, const int8_t *x,
-                        uint64_t count, vi (*sums)[HC_VECTORS]) {
+                        uint64_t count, const hc_ahead *ahead, uint64_t asked, vi (*sums)[HC_VECTORS]) {
     const uint64_t inputs = ARE_PACKED(kind) ? 8 : 4;
+    uint64_t part = 0;
     for (const int8_t *end = x + count; x < end; x += inputs, w += 4 * HC_PANEL) {
+        if (ASKS_IN_PARTS(rows, kind))
+            hc_ask_for_part(ahead, asked, part++);
         vb weights[HC_VECTORS], low[HC_VECTORS];
         HC_UNROLLED
         for (int v = 0; v < vectors; v++) {
@@ -130,8 +137,8 @@ V_INLINE void multiply(const int rows, const int vectors, const int kind, const 
             sums[r][v] = v_all(0);
     for (uint64_t begin = 0, asked = 0, at = 0; begin < in;) {
         uint64_t count = in - begin < group ? in - begin : group;
-        hc_ask_for(&piece->ahead, asked, 0, 1);
-        asked += piece->ahead_step;
+        if (!ASKS_IN_PARTS(rows, kind))
+            hc_ask_for(&piece->ahead, asked);
         vi dots[HC_MAX_TILE][HC_VECTORS];
         HC_UNROLLED
         for (int r = 0; r < rows; r++)
@@ -143,7 +150,8 @@ V_INLINE void multiply(const int rows, const int vectors, const int kind, const 
             add_pairs(rows, vectors, kind, w, x.q, count, dots);
         else
 #endif
-            add_dots(rows, vectors, kind, w, x.q, count, dots);
+            add_dots(rows, vectors, kind, w, x.q, count, &piece->ahead, asked, dots);
+        asked += piece->ahead_step;
         if (begin == next_scale) {
             next_scale += weight->group;
             at += HC_PANEL;
@@ -284,7 +292,8 @@ static void multiply_part(const hc_rows *rows, const hc_part *part, uint8_t *buf
     uint64_t at_once = vectors_at_once(&rows->tiles), num_tiles = part->behind_tiles - part->first_tile;
     uint64_t ahead_step = hc_x_group(weight) * HC_PANEL / (hc_has_nibbles(weight) ? 2 : 1);
     uint64_t piece_bytes = hc_stored_inputs(weight) / hc_x_group(weight) * ahead_step;
-    hc_stream stream = hc_stream_of(hc_panel(weight, part->behind_panels), ahead_step, num_tiles, piece_bytes);
+    hc_stream stream = hc_stream_of(hc_panel(weight, part->behind_panels), ahead_step,
+                                    num_tiles == 1 ? PARTS(weight) : 1, num_tiles, piece_bytes);
     for (uint64_t panel = part->first_panel; panel < part->behind_panels; panel++) {
         const uint8_t *stored = hc_panel(weight, panel);
         if (is_spread)

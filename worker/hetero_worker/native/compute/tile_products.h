@@ -174,7 +174,7 @@ V_INLINE void hc_multiply(const int tiles, const uint64_t terms, int is_first, c
         }
     }
     for (uint64_t step = 0; step < product->steps; step++, w += HC_STEP_BYTES) {
-        hc_ask_for(&product->ahead, step * HC_STEP_BYTES, 0, 1);
+        hc_ask_for(&product->ahead, step * HC_STEP_BYTES);
         HC_AMX_LOAD(amx, W_0, w, HC_PAIR_BYTES);
         HC_AMX_LOAD(amx, W_1, w + HC_TILE_BYTES, HC_PAIR_BYTES);
         HC_UNROLLED

@@ -65,19 +65,23 @@ typedef struct {
     const char *at;
     uint64_t bytes;                    /* that there are from `at` on */
     uint64_t first_line, behind_lines; /* within a step */
+    uint64_t part_lines;               /* that a part of it asks for */
 } hc_ahead;
 
 /* What passes over the weights read one after the other, in steps. A kernel counts its tiles, or tiles and vectors. */
 typedef struct {
     const char *end;
-    uint64_t step;     /* bytes */
-    uint64_t distance; /* bytes from what is read to what is asked for */
-    uint64_t lines;    /* of a step, that one pass asks for */
+    uint64_t step;       /* bytes */
+    uint64_t distance;   /* bytes from what is read to what is asked for */
+    uint64_t lines;      /* of a step, that one pass asks for */
+    uint64_t part_lines; /* of them, that a part of the step asks for */
 } hc_stream;
 
-/* Of so many passes over the same `piece` bytes: they ask for what comes behind these. */
-static inline hc_stream hc_stream_of(const void *end, uint64_t step, uint64_t passes, uint64_t piece) {
-    return (hc_stream){end, step, passes == 1 ? HC_AHEAD : piece, (step / HC_LINE + passes - 1) / passes};
+/* Of so many passes over the same `piece` bytes, which ask for what comes behind these: in parts of each step, as loads wait
+ * behind many that are asked for at once. */
+static inline hc_stream hc_stream_of(const void *end, uint64_t step, uint64_t parts, uint64_t passes, uint64_t piece) {
+    uint64_t lines = (step / HC_LINE + passes - 1) / passes;
+    return (hc_stream){end, step, passes == 1 ? HC_AHEAD : piece, lines, (lines + parts - 1) / parts};
 }
 
 /* Of the pass of that number, for the piece at `at`. */
@@ -85,18 +89,27 @@ static inline hc_ahead hc_ahead_of(const hc_stream *stream, const void *at, uint
     uint64_t left = (uint64_t)(stream->end - (const char *)at), lines = stream->step / HC_LINE;
     uint64_t first = pass * stream->lines, behind = first + stream->lines;
     return (hc_ahead){(const char *)at + stream->distance, left > stream->distance ? left - stream->distance : 0, first,
-                      behind < lines ? behind : lines};
+                      behind < lines ? behind : lines, stream->part_lines};
 }
 
-/* Of the step at `at` a part of that many, as loads wait behind many that are asked for at once. */
-V_INLINE void hc_ask_for(const hc_ahead *ahead, uint64_t at, uint64_t part, const uint64_t parts) {
+V_INLINE void hc_ask_for_lines(const hc_ahead *ahead, uint64_t at, uint64_t first, uint64_t behind) {
     if (at >= ahead->bytes)
         return;
-    uint64_t lines = (ahead->behind_lines - ahead->first_line + parts - 1) / parts;
-    uint64_t first = ahead->first_line + part * lines;
-    uint64_t end = first + lines < ahead->behind_lines ? first + lines : ahead->behind_lines;
-    for (uint64_t line = first; line < end; line++)
-        __builtin_prefetch(ahead->at + at + line * HC_LINE);
+    const char *end = ahead->at + at + behind * HC_LINE;
+    _Pragma("GCC unroll 4")
+    for (const char *line = ahead->at + at + first * HC_LINE; line < end; line += HC_LINE)
+        __builtin_prefetch(line);
+}
+
+/* Of the step at `at`. */
+V_INLINE void hc_ask_for(const hc_ahead *ahead, uint64_t at) {
+    hc_ask_for_lines(ahead, at, ahead->first_line, ahead->behind_lines);
+}
+
+/* Of a part of the step. */
+V_INLINE void hc_ask_for_part(const hc_ahead *ahead, uint64_t at, uint64_t part) {
+    uint64_t first = ahead->first_line + part * ahead->part_lines, behind = first + ahead->part_lines;
+    hc_ask_for_lines(ahead, at, first, behind < ahead->behind_lines ? behind : ahead->behind_lines);
 }
 
 /* A corner of the result: a tile's rows and a panel, or a vector of it. */
