@@ -350,7 +350,9 @@ def measure_model(name: str, width: int, home: BenchHome, options: Namespace) ->
     config = ModelConfig.from_directory(model)
     dense = config.experts is None
     loads = {load: each for load, each in workloads(model).items() if dense or load in OF_EXPERTS}
-    loads = {load: each for load, each in loads.items() if not options.only or load in options.only}
+    loads = {load: each for load, each in loads.items() if not options.only or load.startswith(tuple(options.only))}
+    if not loads:
+        raise SystemExit(f"--only {' '.join(options.only)}: no workload of {name} begins so")
     with tempfile.TemporaryDirectory() as folder:
         draft = without_layers(model, Path(folder) / "draft", number=config.num_layers - DRAFT_LAYERS)
         if dense and not (options.without_oracle or options.places_alone):
@@ -378,7 +380,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=[DEMO, EXPERTS])
     parser.add_argument("--width", type=int, nargs="+", default=[16, 8], choices=list(WIDTHS))
-    parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--only", nargs="+", default=[], help="workloads whose name begins with one of these")
     parser.add_argument("--without-oracle", action="store_true")
     parser.add_argument("--oracle-alone", action="store_true")
     parser.add_argument("--places-alone", action="store_true")
