@@ -1,6 +1,7 @@
 """What the linear layers of a step cost with each kernel: the native ones and torch's, side by side.
 
-    python -m bench.kernels [--threads N] [--models NAME ...] [--rows N ...] [--kernels NAME ...] [--seconds S] [--isa NAME]
+    python -m bench.kernels [--threads N] [--models NAME ...] [--rows N ...] [--kernels NAME ...] [--seconds S]
+                            [--isa NAME]
 
 For each shape of a model's layers there are as many weights as are far over the caches, and they are gone through in
 turn; kernels take turns, and the median counts. A table a model: rows of a step, and for each kernel the milliseconds
@@ -94,9 +95,7 @@ def kernels(op_queue: OpQueue) -> dict[str, Kernel]:
     return {
         "native fp32": Kernel(32, "float32", lambda shape: _plain(native.pack(_random(shape)))),
         "native bf16": Kernel(16, "float32", lambda shape: _plain(native.pack(_random(shape).bfloat16()))),
-        "native bf16 of bf16": Kernel(
-            16, "bfloat16", lambda shape: _narrow(narrow.pack(_random(shape).bfloat16()))
-        ),
+        "native bf16 of bf16": Kernel(16, "bfloat16", lambda shape: _narrow(narrow.pack(_random(shape).bfloat16()))),
         "native fp16": Kernel(16, "float32", lambda shape: _plain(native.pack(_random(shape).half()))),
         "native int8": Kernel(8, "int8", lambda shape: _plain(native.pack_quantized(_whole(shape, INT8)))),
         "native int4": Kernel(5, "int8", lambda shape: _plain(native.pack_quantized(_whole(shape, int4())))),

@@ -36,7 +36,7 @@
 #else
 #define READ_AGAIN(from) (void)0
 #endif
-#define PARTS 8u           /* of 16 inputs, each of which asks for its share of what comes later */
+#define PARTS 8u         /* of 16 inputs, each of which asks for its share of what comes later */
 #define PAIRS HC_FORMATS /* a format of its own: HC_BF16 that meets bfloat16 rows */
 #define WHOLE_PANEL (HC_W == 4 ? 1 : 2) /* rows that meet all vectors of a panel at once, at most */
 #define AT_ONCE(rows) ((rows) <= WHOLE_PANEL ? HC_VECTORS : VECTORS)
