@@ -27,10 +27,10 @@
 #endif
 /* Up to so many tiles are high: two of 4-bit weights too, which then need not be spread. */
 #define HIGH_TILES(weight) (hc_has_nibbles(weight) ? 2 : 1)
-/* One tile asks for what comes later in parts of a group. Full tiles and 4-bit weights keep a core so busy that this costs
- * more than it wins. */
+/* A few rows ask for what comes later in parts of a group. More rows, and 4-bit weights, keep a core so busy that this wins
+ * nothing. */
 #define PARTS(weight) (hc_x_group(weight) / 4)
-#define ASKS_IN_PARTS(rows, kind) ((kind) == BYTES && (rows) != TILE && (rows) < HIGH_TILE)
+#define ASKS_IN_PARTS(rows, kind) ((kind) == BYTES && (rows) < TILE)
 #define CACHED_BYTES (384u * 1024) /* of x that are gone through for panel after panel */
 #define AHEAD_NUMBERS 512          /* bytes of scales, and of minima, that are asked for ahead */
 
