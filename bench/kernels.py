@@ -246,8 +246,10 @@ def main() -> None:
     loaded = load_compute()
     if loaded.library is None:
         parser.error(loaded.reason)
-    if arguments.isa:
-        loaded.library.use(arguments.isa)
+    try:
+        loaded.library.use(arguments.isa or loaded.library.isa)
+    except ValueError as error:
+        parser.error(f"{error}")
     torch.set_num_threads(arguments.threads)
     candidates = kernels(OpQueue(NativeTeam(loaded.library, arguments.threads)))
     if unknown := set(arguments.kernels or ()) - set(candidates):
