@@ -24,12 +24,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hetero_api.errors import PlanError
 from hetero_api.model_config import ModelConfig
 from hetero_api.sharding import NO_UNITS, LayerShard, RankShard, ShardPlan, Stage, UnitRange, ranges_of_counts
-from hetero_api.spec import PlacementShares
+
+if TYPE_CHECKING:  # the ranks of the GPU bench import this module where there is no pydantic
+    from hetero_api.spec import PlacementShares
 
 Weight = int | float | Fraction
 
