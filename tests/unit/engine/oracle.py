@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from hetero_gateway.engine.request import Completion
-from hetero_gateway.engine.speculation.ngram import NGramProposer
+from hetero_gateway.engine.speculation.ngram import NGramProposer, Proposal
 from tests.unit.engine.fake_ranks import tokens_alone
 
 
@@ -26,10 +26,10 @@ class OracleProposer(NGramProposer):
         self._random = random.Random(seed)
         self.num_ended = 0
 
-    def propose(self, completion: Completion, most: int) -> Sequence[int]:
+    def propose(self, completion: Completion, most: int) -> Proposal:
         known = completion.num_output_tokens
         right = self._answer(completion, known + most)[known : known + most]
-        return [token if self._random.random() < self._rate else self._wrong(token) for token in right]
+        return Proposal([token if self._random.random() < self._rate else self._wrong(token) for token in right])
 
     def ended(self, completion: Completion) -> None:
         self.num_ended += 1

@@ -16,7 +16,7 @@ from hetero_gateway.engine.config import EngineConfig, SpeculationConfig
 from hetero_gateway.engine.errors import InvalidRequest, StepMismatch
 from hetero_gateway.engine.request import Completion, Constraint, ConstraintKind, GenerationRequest
 from hetero_gateway.engine.speculation import ngram
-from hetero_gateway.engine.speculation.ngram import NGramIndex, NGramProposer
+from hetero_gateway.engine.speculation.ngram import NGramIndex, NGramProposer, Proposal
 from hetero_gateway.engine.speculation.speculator import (
     MOST_COMPLETIONS,
     RETRY_STEPS,
@@ -241,22 +241,24 @@ def test_the_last_place_of_the_longest_n_gram_goes_on() -> None:
     text = [*range(10, 20), 1, 13, 14, 15, 2, 3, 9, 9, 10, 11, 12, 13, 14, 15]
     proposer = NGramProposer()
     # "13 14 15" stood last before a 2, but behind "10 11 12" before a 16.
-    assert proposer.propose(completion_of(text, num_prompt=5), 4) == [16, 17, 18, 19]
-    assert proposer.propose(completion_of([*text[:17], 13, 14, 15], num_prompt=5), 4) == [2, 3, 9, 13]
-    assert not proposer.propose(completion_of([*text, 99], num_prompt=5), 4)
-    assert not proposer.propose(completion_of([1, 2], num_prompt=1), 4)
+    assert proposer.propose(completion_of(text, num_prompt=5), 4) == ([16, 17, 18, 19], 6)
+    assert proposer.propose(completion_of([*text[:17], 13, 14, 15], num_prompt=5), 4) == ([2, 3, 9, 13], 3)
+    assert not proposer.propose(completion_of([*text, 99], num_prompt=5), 4).token_ids
+    assert not proposer.propose(completion_of([1, 2], num_prompt=1), 4).token_ids
+
+
+def test_places_are_compared_up_to_the_longest_match() -> None:
+    text = [*range(10, 60), 1, *range(30, 60)]
+    assert NGramProposer().propose(completion_of(text, num_prompt=5), 2) == ([1, 30], ngram.LONGEST_MATCH)
+    # The pair before the last places is the same; those before MOST_PLACES of them are not looked at.
+    seldom = [7, 8, 9, 10, *([5, 9, 10] * ngram.MOST_PLACES), 7, 8, 9, 10]
+    assert NGramProposer().propose(completion_of(seldom, num_prompt=5), 1) == ([7], 2)
+    assert NGramProposer().propose(completion_of(seldom[:4] + seldom[7:], num_prompt=5), 1) == ([5], 4)
 
 
 def test_what_repeats_goes_on_repeating() -> None:
-    assert NGramProposer().propose(completion_of([5, 1, 2, 3, 1, 2, 3, 1, 2, 3], num_prompt=1), 7) == [
-        1,
-        2,
-        3,
-        1,
-        2,
-        3,
-        1,
-    ]
+    repeating = completion_of([5, 1, 2, 3, 1, 2, 3, 1, 2, 3], num_prompt=1)
+    assert NGramProposer().propose(repeating, 7) == ([1, 2, 3, 1, 2, 3, 1], 6)
 
 
 def test_an_index_follows_its_list_token_by_token() -> None:
@@ -267,15 +269,22 @@ def test_an_index_follows_its_list_token_by_token() -> None:
         index.take_in(100)
         whole = NGramIndex(list(grown))
         whole.take_in(10_000)
-        assert list(index.following(grown, 5)) == list(whole.following(grown, 5))
+        assert index.following(grown, 5) == whole.following(grown, 5)
 
 
 def test_recent_outputs_are_proposed_to_their_tenant_alone() -> None:
     proposer = NGramProposer()
     proposer.ended(completion_of([1, 2, 3, 50, 51, 52, 53, 54, 55], num_prompt=3, salt="a"))
     asking = [7, 7, 50, 51, 52]
-    assert list(proposer.propose(completion_of(asking, num_prompt=2, salt="a"), 2)) == [53, 54]
-    assert not proposer.propose(completion_of(asking, num_prompt=2, salt="b"), 2)
+    assert proposer.propose(completion_of(asking, num_prompt=2, salt="a"), 2) == ([53, 54], 3)
+    assert not proposer.propose(completion_of(asking, num_prompt=2, salt="b"), 2).token_ids
+
+
+def test_the_longer_match_counts_of_ones_own_text_and_recent_outputs() -> None:
+    proposer = NGramProposer()
+    proposer.ended(completion_of([1, 50, 51, 52, 53], num_prompt=1))
+    assert proposer.propose(completion_of([51, 52, 60, 50, 51, 52], num_prompt=2), 1) == ([53], 3)
+    assert proposer.propose(completion_of([50, 51, 52, 60, 50, 51, 52], num_prompt=2), 1) == ([60], 3)
 
 
 def test_memory_and_work_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +294,7 @@ def test_memory_and_work_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram, "RECENT_TENANTS", 3)
     proposer = NGramProposer()
     long = completion_of([1, 2, 3, 4] * 20, num_prompt=1)
-    assert [bool(proposer.propose(long, 2)) for _ in range(3)] == [False, False, True]
+    assert [bool(proposer.propose(long, 2).token_ids) for _ in range(3)] == [False, False, True]
     for number in range(9):
         other = completion_of([number] * 30, num_prompt=1, salt=f"{number}")
         proposer.propose(other, 2)
@@ -312,14 +321,14 @@ def test_completions_for_which_there_is_no_room_do_not_take_it_from_one_another(
     proposer = NGramProposer()
     three = [completion_of([1, 2, 3, 4] * 15, num_prompt=1) for _ in range(3)]
     for _ in range(10):
-        proposed = [bool(proposer.propose(completion, 2)) for completion in three]
+        proposed = [bool(proposer.propose(completion, 2).token_ids) for completion in three]
     assert proposed == [True, True, False]
     assert sum(taken) == 120
     proposer.ended(three[0])
-    assert proposer.propose(three[2], 2)
+    assert proposer.propose(three[2], 2).token_ids
     three[1].token_ids.extend([1] * 100)  # it has grown beyond the room
-    assert not proposer.propose(three[1], 2)
-    assert proposer.propose(three[2], 2)
+    assert not proposer.propose(three[1], 2).token_ids
+    assert proposer.propose(three[2], 2).token_ids
 
 
 # --- does it pay ----------------------------------------------------------------------------------------
@@ -484,9 +493,9 @@ def test_a_draft_model_alone_is_asked_for_a_token_at_least() -> None:
 def test_drafts_behind_other_tokens_are_not_proposed() -> None:
     proposer, completion = DraftProposer(), completion_of([1, 2, 3], num_prompt=3)
     proposer.take(completion, [4, 5, 6])
-    assert proposer.propose(completion, 2) == [4, 5]
+    assert proposer.propose(completion, 2) == ([4, 5], 0)
     completion.token_ids.append(4)
-    assert not proposer.propose(completion, 2)
+    assert not proposer.propose(completion, 2).token_ids
     proposer.ended(completion)
     assert not proposer._drafts
 
@@ -527,16 +536,17 @@ def test_steps_out_come_back_before_tokens_are_proposed() -> None:
 
 
 def test_a_guess_is_settled_by_the_tokens_that_come() -> None:
-    acceptance = Acceptance()
-    before = acceptance.rate
-    acceptance.guess([5, 6, 7], begin=2)
+    acceptance = Acceptance({0: 0.4, 4: 0.8})
+    before = acceptance.rate(3)
+    acceptance.guess(Proposal([5, 6, 7], 3), begin=2)
     acceptance.look([1, 1, 5])
     assert acceptance.is_guessing
-    assert acceptance.rate == before
+    assert acceptance.rate(3) == before
     acceptance.look([1, 1, 5, 6, 7, 9])
     assert not acceptance.is_guessing
-    better = acceptance.rate
+    better = acceptance.rate(3)
     assert better > before
-    acceptance.guess([5, 6, 7], begin=2)
+    acceptance.guess(Proposal([5, 6, 7], 3), begin=2)
     acceptance.look([1, 1, 9])
-    assert acceptance.rate < better
+    assert acceptance.rate(3) < better
+    assert acceptance.rates[4] == acceptance.rate(9) == 0.8, "those of longer matches are counted apart"

@@ -27,7 +27,7 @@ from typing import Final, Protocol
 
 from hetero_gateway.engine.config import SpeculationConfig
 from hetero_gateway.engine.request import Completion
-from hetero_gateway.engine.speculation.ngram import NGramProposer
+from hetero_gateway.engine.speculation.ngram import NGramProposer, Proposal
 from hetero_gateway.engine.step import ScheduledStep
 
 MOST_COMPLETIONS: Final = 16
@@ -40,8 +40,9 @@ RETRY_STEPS: Final = 500
 """Steps that only decode after which measured steps with proposals are forgotten: they may be faster by now."""
 MOST_RETRY_STEPS: Final = 16 * RETRY_STEPS
 """Most such steps, where tries have not gained."""
-_FIRST_RATE: Final = 0.4
-"""Acceptance that is assumed at first, with the weight of `_FIRST_WEIGHT` tokens."""
+FIRST_RATES: Final = {0: 0.4, 3: 0.6, 4: 0.8, 8: 0.9}
+"""Acceptance that is assumed at first, with the weight of `_FIRST_WEIGHT` tokens, by the length of the match from which
+on it holds."""
 _FIRST_WEIGHT: Final = 2.0
 _KEPT: Final = 0.9
 """Weight of what was seen before, when another guess is settled."""
@@ -54,7 +55,7 @@ _GAIN_KEPT: Final = 0.98
 class Proposer(Protocol):
     """Source of proposals. A wrong one costs time, and changes nothing else."""
 
-    def propose(self, completion: Completion, most: int) -> Sequence[int]:
+    def propose(self, completion: Completion, most: int) -> Proposal:
         """Return at most so many tokens that may follow the completion's known ones; none if there is no idea."""
         ...
 
@@ -74,10 +75,10 @@ class DraftProposer:
         """Keep what was drafted behind the completion's known tokens."""
         self._drafts[completion] = completion.num_tokens, token_ids
 
-    def propose(self, completion: Completion, most: int) -> Sequence[int]:
+    def propose(self, completion: Completion, most: int) -> Proposal:
         """Return at most so many drafted tokens; none if they followed other tokens."""
         known, token_ids = self._drafts.get(completion, (0, ()))
-        return token_ids[:most] if known == completion.num_tokens else ()
+        return Proposal(token_ids[:most] if known == completion.num_tokens else ())
 
     def ended(self, completion: Completion) -> None:
         """Take note that a completion has ended."""
@@ -85,39 +86,51 @@ class DraftProposer:
 
 
 class Acceptance:
-    """How often proposed tokens of one completion are right: the chance of each if those before it are."""
+    """How often proposed tokens of a completion are right, by their match: the chance of each if those before it are.
 
-    def __init__(self, first_rate: float = _FIRST_RATE) -> None:
-        self._right = first_rate * _FIRST_WEIGHT
-        self._tried = _FIRST_WEIGHT
-        self._guess: Sequence[int] = ()
-        self._begin = 0
+    `first`: what is assumed before any was tried, by the length of the match from which on it holds.
+    """
+
+    def __init__(self, first: Mapping[int, float]) -> None:
+        self._right = {match: rate * _FIRST_WEIGHT for match, rate in first.items()}
+        self._tried = dict.fromkeys(first, _FIRST_WEIGHT)
+        self._guess, self._begin = Proposal(), 0
 
     @property
-    def rate(self) -> float:
-        """The chance, in (0, 1)."""
-        return self._right / self._tried
+    def rates(self) -> dict[int, float]:
+        """The chances, in (0, 1), by the length of the match from which on they hold."""
+        return {match: right / self._tried[match] for match, right in self._right.items()}
+
+    def rate(self, match: int) -> float:
+        """Return the chance of tokens with such a match."""
+        longest = self._class_of(match)
+        return self._right[longest] / self._tried[longest]
 
     @property
     def is_guessing(self) -> bool:
         """Whether a guess is kept that may still turn out right."""
-        return bool(self._guess)
+        return bool(self._guess.token_ids)
 
-    def guess(self, token_ids: Sequence[int], *, begin: int) -> None:
+    def guess(self, proposal: Proposal, *, begin: int) -> None:
         """Keep a guess of the tokens from index `begin` on."""
-        self._guess, self._begin = token_ids, begin
+        self._guess, self._begin = proposal, begin
 
     def look(self, known: list[int]) -> None:
         """Compare the guess with the known tokens, and settle it once it is all right or one is wrong."""
-        if not self._guess:
+        guess = self._guess.token_ids
+        if not guess:
             return
-        came = known[self._begin : self._begin + len(self._guess)]
-        right = next((i for i, token in enumerate(came) if token != self._guess[i]), len(came))
-        if right == len(came) < len(self._guess):
+        came = known[self._begin : self._begin + len(guess)]
+        right = next((i for i, token in enumerate(came) if token != guess[i]), len(came))
+        if right == len(came) < len(guess):
             return
-        self._right = self._right * _KEPT + right
-        self._tried = self._tried * _KEPT + min(right + 1, len(self._guess))
-        self._guess = ()
+        match = self._class_of(self._guess.match)
+        self._right[match] = self._right[match] * _KEPT + right
+        self._tried[match] = self._tried[match] * _KEPT + min(right + 1, len(guess))
+        self._guess = Proposal()
+
+    def _class_of(self, match: int) -> int:
+        return max(least for least in self._right if least <= match)
 
 
 @dataclass(slots=True)
@@ -230,8 +243,8 @@ class Speculator:
         self._drafts = DraftProposer() if config is not None and config.drafts else None
         self._proposer = proposer or self._drafts or NGramProposer()
         self._acceptances: dict[Completion, Acceptance] = {}
-        self._usual_rate = _FIRST_RATE
-        """Acceptance of drafts of the last completions."""
+        self._usual_rates = dict(FIRST_RATES)
+        """Acceptance of the last completions."""
         self._seconds, self._came = StepSeconds(), _Came()
 
     def add_step(
@@ -246,7 +259,7 @@ class Speculator:
         forgot = self._seconds.add(step, began_s=began_s, seconds=seconds, on_ranks_s=on_ranks_s, num_tokens=num_tokens)
         if forgot and self._drafts is not None:
             self._acceptances.clear()
-            self._usual_rate = _FIRST_RATE
+            self._usual_rates = dict(FIRST_RATES)
         if step.proposals:
             self._came.add(step, num_tokens=num_tokens)
 
@@ -273,7 +286,8 @@ class Speculator:
             acceptance = self._acceptances.pop(completion, None)
             if acceptance is not None:
                 acceptance.look(completion.token_ids)
-                self._usual_rate += (acceptance.rate - self._usual_rate) / 2
+                for match, rate in acceptance.rates.items():
+                    self._usual_rates[match] += (rate - self._usual_rates[match]) / 2
             self._proposer.ended(completion)
 
     def is_worth_a_wait(self, completions: Sequence[Completion]) -> bool:
@@ -287,11 +301,11 @@ class Speculator:
         config, number = self._config, len(completions)
         if config is None or self._drafts is None or not 0 < number <= MOST_COMPLETIONS:
             return 0
-        lengths = {each: self._length(config, each, most // number) for each in completions}
+        ideas = [self._draft_idea(config, each, most // number) for each in completions]
         plain_s = self._seconds.plain(number)
         if plain_s is None:
-            return 0 if config.only_if_faster else max(lengths.values())
-        return self._best_length(lengths, plain_s, margin=MARGIN if config.only_if_faster else 0.0)
+            return 0 if config.only_if_faster else max(length for length, _ in ideas)
+        return self._best_length(ideas, plain_s, margin=MARGIN if config.only_if_faster else 0.0)
 
     def take_draft(self, completion: Completion, token_ids: Sequence[int]) -> None:
         """Take what the draft model proposes behind the completion's known tokens."""
@@ -303,68 +317,84 @@ class Speculator:
         if self._config is None:
             return {}
         chosen = self._choose(self._config, completions, most=most)
-        for completion, token_ids in chosen.items():
-            self._acceptances[completion].guess(token_ids, begin=completion.num_tokens)
-        return chosen
+        for completion, proposal in chosen.items():
+            self._acceptances[completion].guess(proposal, begin=completion.num_tokens)
+        return {completion: proposal.token_ids for completion, proposal in chosen.items()}
 
     def _choose(
         self, config: SpeculationConfig, completions: Sequence[Completion], *, most: int
-    ) -> dict[Completion, Sequence[int]]:
+    ) -> dict[Completion, Proposal]:
         if not 0 < len(completions) <= MOST_COMPLETIONS:
             return {}
-        ideas: dict[Completion, Sequence[int]] = {}
+        ideas: dict[Completion, Proposal] = {}
         for completion in completions:
-            tokens = self._idea(config, completion)[:most]
-            if tokens:
-                ideas[completion] = tokens
-                most -= len(tokens)
+            proposal = _cut(self._idea(config, completion), most)
+            if proposal.token_ids:
+                ideas[completion] = proposal
+                most -= len(proposal.token_ids)
         plain_s = self._seconds.plain(len(completions))
         if not ideas or self._drafts is not None:
             return ideas
         if plain_s is None:
             return {} if config.only_if_faster else ideas
-        lengths = {completion: len(ideas.get(completion, ())) for completion in completions}
+        lengths = [(0, 0.0)] * (len(completions) - len(ideas))
+        for completion, proposal in ideas.items():
+            lengths.append((len(proposal.token_ids), self._acceptances[completion].rate(proposal.match)))
         best = self._best_length(lengths, plain_s, margin=MARGIN if config.only_if_faster else 0.0)
-        return {completion: tokens[:best] for completion, tokens in ideas.items()} if best else {}
+        return {completion: _cut(proposal, best) for completion, proposal in ideas.items()} if best else {}
 
-    def _length(self, config: SpeculationConfig, completion: Completion, most: int) -> int:
-        """Return how many tokens to draft behind the next one are worth it by the completion's own acceptance."""
-        acceptance = self._acceptances.setdefault(completion, Acceptance(self._usual_rate))
+    def _acceptance(self, completion: Completion) -> Acceptance:
+        """Return what is known of a completion, with all its tokens taken into account."""
+        acceptance = self._acceptances.get(completion)
+        if acceptance is None:
+            acceptance = self._acceptances[completion] = Acceptance(self._usual_rates)
         acceptance.look(completion.token_ids)
-        room = completion.max_num_tokens - completion.num_tokens - 2
-        width = _width(acceptance.rate, config.max_tokens)
-        return max(0, min(width if config.only_if_faster else max(width, 1), room, most))
+        return acceptance
 
-    def _idea(self, config: SpeculationConfig, completion: Completion) -> Sequence[int]:
+    def _draft_idea(self, config: SpeculationConfig, completion: Completion, most: int) -> tuple[int, float]:
+        """Return how many tokens to draft behind the next one are worth it by the completion's own acceptance; it."""
+        rate = self._acceptance(completion).rate(0)
+        room = completion.max_num_tokens - completion.num_tokens - 2
+        width = _width(rate, config.max_tokens)
+        return max(0, min(width if config.only_if_faster else max(width, 1), room, most)), rate
+
+    def _idea(self, config: SpeculationConfig, completion: Completion) -> Proposal:
         """Return the tokens that are worth a proposal by the completion's own acceptance."""
         room = completion.max_num_tokens - completion.num_tokens - 1
         if room < 1:
-            return ()
-        acceptance = self._acceptances.setdefault(completion, Acceptance())
-        acceptance.look(completion.token_ids)
-        tokens = self._proposer.propose(completion, min(config.max_tokens, room))
+            return Proposal()
+        acceptance = self._acceptance(completion)
+        token_ids, match = self._proposer.propose(completion, min(config.max_tokens, room))
         # Nothing is drawn behind a token that ends the completion.
         ends = completion.end_token_ids
-        tokens = tokens[: next((i for i, token in enumerate(tokens) if token in ends), len(tokens))]
+        end = next((i for i, token in enumerate(token_ids) if token in ends), len(token_ids))
+        proposal = Proposal(token_ids[:end], match)
         if not acceptance.is_guessing:
-            acceptance.guess(tokens, begin=completion.num_tokens)
-        return tokens if self._drafts is not None else tokens[: _width(acceptance.rate, config.max_tokens)]
+            acceptance.guess(proposal, begin=completion.num_tokens)
+        return (
+            proposal if self._drafts is not None else _cut(proposal, _width(acceptance.rate(match), config.max_tokens))
+        )
 
-    def _best_length(self, lengths: Mapping[Completion, int], plain_s: float, *, margin: float) -> int:
-        """Return the length, to which proposals of these lengths are cut, that promises the most tokens per second.
+    def _best_length(self, ideas: Sequence[tuple[int, float]], plain_s: float, *, margin: float) -> int:
+        """Return the length, to which proposals are cut, that promises the most tokens per second.
 
-        0 if that is less than `margin` times what the completions get in steps of `plain_s`.
+        `ideas`: for each completion the length of its proposal and the chance that a token is right. 0 if the best is
+        less than `margin` times what the completions get in steps of `plain_s`.
         """
-        number = len(lengths)
+        number = len(ideas)
         best, best_length = margin * number / plain_s, 0
-        for length in range(1, max(lengths.values()) + 1):
-            cut = {completion: min(length, own) for completion, own in lengths.items()}
-            rows = number + sum(cut.values())
-            tokens = number + sum(_expected(self._acceptances[each].rate, own) for each, own in cut.items() if own)
+        for length in range(1, max(own for own, _ in ideas) + 1):
+            cut = [(min(length, own), rate) for own, rate in ideas]
+            rows = number + sum(own for own, _ in cut)
+            tokens = number + sum(_expected(rate, own) for own, rate in cut)
             speed = tokens / self._seconds.proposing(rows, plain_s=plain_s, plain_rows=number)
             if speed > best:
                 best, best_length = speed, length
         return best_length
+
+
+def _cut(proposal: Proposal, most: int) -> Proposal:
+    return proposal._replace(token_ids=proposal.token_ids[:most])
 
 
 def _width(rate: float, most: int) -> int:

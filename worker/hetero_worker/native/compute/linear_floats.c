@@ -41,6 +41,7 @@
 #define WHOLE_PANEL (HC_W == 4 ? 1 : 2) /* rows that meet all vectors of a panel at once, at most */
 #define AT_ONCE(rows) ((rows) <= WHOLE_PANEL ? HC_VECTORS : VECTORS)
 #define WIDEN_FROM 3                /* tiles: to widen a block in registers twice takes no longer than once to a buffer */
+#define NEAR_AGAIN 8 /* rows: products of more with widened weights take so long that these come to the first cache in time */
 #define TILES_AT_ONCE 16u           /* so that their part of the result stays in cache from block to block */
 #define CACHED_BYTES (1024u * 1024) /* of x that are gone through for panel after panel */
 
@@ -370,13 +371,17 @@ static void widen_scaled(const hc_weight *weight, const hc_block *block, float *
     }
 }
 
+/* Whether weights are widened before they are multiplied with. */
+static int is_widened(const hc_rows *rows) { return rows->op->weight->format != HC_F32 && !rows->in_pairs; }
+
 /* By all tiles of the part. */
 static void multiply_block(const hc_rows *rows, const hc_part *part, const hc_block *block) {
     const hc_weight *weight = rows->op->weight;
-    uint64_t passes = HC_VECTORS / AT_ONCE(hc_highest_tile(&rows->tiles));
-    hc_stream stream = hc_stream_of(hc_panel(weight, part->behind_panels), HC_LANES * bytes_of_input(weight), PARTS,
-                                    (part->behind_tiles - part->first_tile) * passes,
-                                    (block->behind - block->begin) * bytes_of_input(weight));
+    uint64_t highest = hc_highest_tile(&rows->tiles), passes = HC_VECTORS / AT_ONCE(highest);
+    uint64_t all = (part->behind_tiles - part->first_tile) * passes;
+    int is_far = hc_is_far(all, highest) && (rows->op->op.rows <= NEAR_AGAIN || !is_widened(rows));
+    hc_stream stream = hc_stream_of(hc_panel(weight, part->behind_panels), HC_LANES * bytes_of_input(weight), PARTS, all,
+                                    (block->behind - block->begin) * bytes_of_input(weight), is_far);
     uint64_t first = hc_tile_begin(&rows->tiles, part->first_tile), behind;
     for (uint64_t tile = part->first_tile; tile < part->behind_tiles; tile++, first = behind) {
         behind = hc_tile_begin(&rows->tiles, tile + 1);
@@ -406,7 +411,7 @@ static void multiply_tiles(const hc_rows *rows, const hc_part *part, uint64_t be
         do {
             hc_block block = block_of(weight, panel, at, behind);
             uint64_t num_tiles = part->behind_tiles - part->first_tile;
-            if (weight->format != HC_F32 && !rows->in_pairs && num_tiles >= WIDEN_FROM) {
+            if (is_widened(rows) && num_tiles >= WIDEN_FROM) {
                 if (weight->format == HC_F8)
                     widen_scaled(weight, &block, buffer);
                 else

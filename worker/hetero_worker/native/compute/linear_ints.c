@@ -25,8 +25,8 @@
 #define HIGH_TILE TILE
 #define HIGH_VECTORS VECTORS
 #endif
-/* Up to so many tiles are high: two of 4-bit weights too, which then need not be spread. */
-#define HIGH_TILES(weight) (hc_has_nibbles(weight) ? 2 : 1)
+/* Up to so many tiles are high, and 4-bit weights need not be spread for them. */
+#define HIGH_TILES(weight) (hc_has_nibbles(weight) ? 2 : 0)
 /* A few rows ask for what comes later in parts of a group. More rows, and 4-bit weights, keep a core so busy that this wins
  * nothing. */
 #define PARTS(weight) (hc_x_group(weight) / 4)
@@ -293,7 +293,8 @@ static void multiply_part(const hc_rows *rows, const hc_part *part, uint8_t *buf
     uint64_t ahead_step = hc_x_group(weight) * HC_PANEL / (hc_has_nibbles(weight) ? 2 : 1);
     uint64_t piece_bytes = hc_stored_inputs(weight) / hc_x_group(weight) * ahead_step;
     hc_stream stream = hc_stream_of(hc_panel(weight, part->behind_panels), ahead_step,
-                                    num_tiles == 1 ? PARTS(weight) : 1, num_tiles, piece_bytes);
+                                    num_tiles == 1 ? PARTS(weight) : 1, num_tiles, piece_bytes,
+                                    hc_is_far(num_tiles, hc_highest_tile(&rows->tiles)));
     for (uint64_t panel = part->first_panel; panel < part->behind_panels; panel++) {
         const uint8_t *stored = hc_panel(weight, panel);
         if (is_spread)

@@ -81,7 +81,7 @@ static hc_batch batch_of(const hc_rows *rows, const hc_part *part) {
 static void multiply_batch(const hc_rows *rows, const hc_part *part, const hc_batch *batch, float *kept, hc_amx *amx) {
     const hc_weight *weight = rows->op->weight;
     uint64_t high = part->behind_tiles - part->first_tile, sides = hc_sides(rows->gated), of_side = HC_HIGH_ROWS * HC_PANEL;
-    hc_stream stream = hc_stream_of(hc_panel(weight, hc_panels(weight)), HC_STEP_BYTES, 1, high, hc_panel_bytes(weight));
+    hc_stream stream = hc_stream_of(hc_panel(weight, hc_panels(weight)), HC_STEP_BYTES, 1, high, hc_panel_bytes(weight), 0);
     _Alignas(64) float sums[2 * HC_HIGH_ROWS * HC_PANEL];
     hc_product piece = {.of_tile = rows->of_tile, .sums_stride = HC_PANEL * sizeof(float)};
     for (uint64_t step = 0; step < rows->steps; step += batch->steps) {

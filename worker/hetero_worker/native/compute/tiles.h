@@ -59,6 +59,7 @@ static inline hc_part hc_part_of(uint64_t num_tiles, uint64_t num_panels, uint64
 
 #define HC_LINE 64
 #define HC_AHEAD 8192u /* bytes: half of it is too late on some machines, twice as much no better */
+#define HC_NEAR_ROWS 4 /* of a tile that leaves the first cache to weights */
 
 /* What is asked for from memory, some bytes before it is read: some lines of each step, the passes dividing them. */
 typedef struct {
@@ -66,6 +67,7 @@ typedef struct {
     uint64_t bytes;                    /* that there are from `at` on */
     uint64_t first_line, behind_lines; /* within a step */
     uint64_t part_lines;               /* that a part of it asks for */
+    int is_far;                        /* they go to the second cache */
 } hc_ahead;
 
 /* What passes over the weights read one after the other, in steps. A kernel counts its tiles, or tiles and vectors. */
@@ -75,21 +77,26 @@ typedef struct {
     uint64_t distance;   /* bytes from what is read to what is asked for */
     uint64_t lines;      /* of a step, that one pass asks for */
     uint64_t part_lines; /* of them, that a part of the step asks for */
+    int is_far;
 } hc_stream;
 
 /* Of so many passes over the same `piece` bytes, which ask for what comes behind these: in parts of each step, as loads wait
  * behind many that are asked for at once. */
-static inline hc_stream hc_stream_of(const void *end, uint64_t step, uint64_t parts, uint64_t passes, uint64_t piece) {
+static inline hc_stream hc_stream_of(const void *end, uint64_t step, uint64_t parts, uint64_t passes, uint64_t piece,
+                                     int is_far) {
     uint64_t lines = (step / HC_LINE + passes - 1) / passes;
-    return (hc_stream){end, step, passes == 1 ? HC_AHEAD : piece, lines, (lines + parts - 1) / parts};
+    return (hc_stream){end, step, passes == 1 ? HC_AHEAD : piece, lines, (lines + parts - 1) / parts, is_far};
 }
+
+/* Whether the second cache is the better place: x of a high tile takes the first, and a piece is larger than that. */
+static inline int hc_is_far(uint64_t passes, uint64_t highest_tile) { return passes > 1 || highest_tile > HC_NEAR_ROWS; }
 
 /* Of the pass of that number, for the piece at `at`. */
 static inline hc_ahead hc_ahead_of(const hc_stream *stream, const void *at, uint64_t pass) {
     uint64_t left = (uint64_t)(stream->end - (const char *)at), lines = stream->step / HC_LINE;
     uint64_t first = pass * stream->lines, behind = first + stream->lines;
     return (hc_ahead){(const char *)at + stream->distance, left > stream->distance ? left - stream->distance : 0, first,
-                      behind < lines ? behind : lines, stream->part_lines};
+                      behind < lines ? behind : lines, stream->part_lines, stream->is_far};
 }
 
 /* A loop over lines: unrolled, it is faster with AVX-512 and slower with AVX2. */
@@ -99,13 +106,23 @@ static inline hc_ahead hc_ahead_of(const hc_stream *stream, const void *at, uint
 #define HC_UNROLLED_LINES
 #endif
 
+V_INLINE void hc_ask_for_lines(const hc_ahead *ahead, uint64_t at, uint64_t line, uint64_t behind) {
+    const char *from = ahead->at + at;
+    if (ahead->is_far) {
+        HC_UNROLLED_LINES
+        for (; line < behind; line++)
+            __builtin_prefetch(from + line * HC_LINE, 0, 2);
+    } else {
+        HC_UNROLLED_LINES
+        for (; line < behind; line++)
+            __builtin_prefetch(from + line * HC_LINE);
+    }
+}
+
 /* Of the step at `at`. */
 V_INLINE void hc_ask_for(const hc_ahead *ahead, uint64_t at) {
-    if (at >= ahead->bytes)
-        return;
-    HC_UNROLLED_LINES
-    for (uint64_t line = ahead->first_line; line < ahead->behind_lines; line++)
-        __builtin_prefetch(ahead->at + at + line * HC_LINE);
+    if (at < ahead->bytes)
+        hc_ask_for_lines(ahead, at, ahead->first_line, ahead->behind_lines);
 }
 
 /* Of a part of the step. */
@@ -113,8 +130,7 @@ V_INLINE void hc_ask_for_part(const hc_ahead *ahead, uint64_t at, uint64_t part)
     if (at >= ahead->bytes)
         return;
     uint64_t line = ahead->first_line + part * ahead->part_lines, behind = line + ahead->part_lines;
-    for (behind = behind < ahead->behind_lines ? behind : ahead->behind_lines; line < behind; line++)
-        __builtin_prefetch(ahead->at + at + line * HC_LINE);
+    hc_ask_for_lines(ahead, at, line, behind < ahead->behind_lines ? behind : ahead->behind_lines);
 }
 
 /* A corner of the result: a tile's rows and a panel, or a vector of it. */
