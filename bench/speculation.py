@@ -14,12 +14,13 @@ Without its environment (python -m bench.peers.install --only llama.cpp) it is l
 the demo's, and a small one of experts with random weights, where a row more reads more experts: it has the last three
 workloads alone, ours alone, and Auto has to leave each of them alone, or be faster.
 
-Medians of the rounds as tokens/s, and ratios of each round's pair with 95 % intervals; and how many proposed tokens
-were accepted. Other draws are greedy, and it fails where first tokens of ours differ from those without. The draft
-model is the first layers of the model, which are seldom right, as no smaller model of its tokenizer is there: Auto has
-to leave it alone. What a good one is worth is measured with an oracle (bench/oracle.py). `--places-alone`: a model that
-drafts for itself, and is always right, on one of two ranks or split over both, beside two that draft nothing. Writes
-bench/results/speculation-DATE.json, and its exit status is 1 if a figure is below its target.
+Medians of the rounds as tokens/s, of one prompt behind its first token, and ratios of each round's pair with 95 %
+intervals; and how many proposed tokens were accepted. Other draws are greedy, and it fails where first tokens of ours
+differ from those without. The draft model is the first layers of the model, which are seldom right, as no smaller model
+of its tokenizer is there: Auto has to leave it alone. What a good one is worth is measured with an oracle
+(bench/oracle.py). `--places-alone`: a model that drafts for itself, and is always right, on one of two ranks or split
+over both, beside two that draft nothing. Writes bench/results/speculation-DATE.json, and its exit status is 1 if a
+figure is below its target.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ from typing import Any, Final
 from tokenizers import Tokenizer
 
 from bench.against import Pairs, Ratio, ratios_of
-from bench.contenders import Contender, Measured
+from bench.contenders import Contender
 from bench.entrants import PEERS, Setting
 from bench.home import RESULTS, ROOT, BenchHome
 from bench.machine import describe
 from bench.oracle import measure_oracle
 from bench.ours import HeteroContender
 from bench.peers.environments import PeerError
-from bench.report import aligned
+from bench.report import aligned, rate
 from bench.shapes import DEMO, EXPERTS, MODELS, directory_of
 from bench.turns import BROKEN, Quiet, Runs, print_run, take_turns
 from bench.workloads import SEED, Workload, make_workloads
@@ -140,11 +141,6 @@ def peers(name: str, model: Path, width: int, home: BenchHome) -> list[Contender
     plain = next(entrant for entrant in PEERS if entrant.name == PEER[width])
     lookups = [replace(plain, name=f"{plain.name}{LOOKUP}{most}", lookup_tokens=most) for most in LOOKUP_TOKENS]
     return [entrant.open(setting) for entrant in (plain, *lookups)]
-
-
-def rate(_: Workload, measured: Measured) -> float:
-    """Output tokens/s."""
-    return measured.output_tokens / measured.elapsed_s
 
 
 @dataclass(frozen=True, slots=True)
