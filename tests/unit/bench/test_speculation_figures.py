@@ -16,10 +16,11 @@ PLAIN_PEER, LOOKUP = "llama.cpp F16", "llama.cpp F16, lookup 10"
 
 def found_of(workload: str, seconds: dict[str, float]) -> Found:
     """Two rounds; in the second one everybody takes twice as long for what comes behind the first token."""
-    runs = {
-        name: {workload: [Run(measured(DECODE, elapsed_s=1 + each * factor, first_token_s=1.0), 0.0, 1, False) for factor in (1, 2)]}
-        for name, each in seconds.items()
-    }
+
+    def run(behind_s: float) -> Run:
+        return Run(measured(DECODE, elapsed_s=1.0 + behind_s, first_token_s=1.0), 0.0, 1, False)
+
+    runs = {name: {workload: [run(each), run(2 * each)]} for name, each in seconds.items()}
     return Found([], ratios_of(_pairs({workload: DECODE}, runs)), {}, {})
 
 

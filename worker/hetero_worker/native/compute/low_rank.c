@@ -2,7 +2,10 @@
  *
  * Some rows at a time, members first share the products with `down`, then meet, then share the columns of y. A member has
  * the same columns of every row, so that it reads its part of `up` from its own cache. Rows of one adapter are computed
- * together, with one reading of its factors; a row's sums are made in the same order with others and alone. */
+ * together, with one reading of its factors; a row's sums are made in the same order with others and alone.
+ *
+ * Factors are short rows in many places, which a processor does not foresee: a member asks for the next ones before it
+ * computes with those that it has asked for. */
 #include "low_rank.h"
 #include "vectors.h"
 
@@ -12,6 +15,7 @@ extern hc_kernel HC_NAME(low_rank);
 #define BLOCK 8                        /* rows of `down` that are one member's */
 #define TOGETHER (HC_W == 16 ? 4 : 2)  /* rows of one adapter that are computed at once: as many as registers hold */
 #define VECTORS 4                      /* of columns that are computed at once */
+#define LINE 64
 
 /* Rows that have one adapter. */
 typedef struct {
@@ -131,16 +135,16 @@ V_INLINE void expand_rows(const hc_factors *factors, const float *const *product
         expand_some(factors, products, rows, begin, width, y, 1, end - begin < HC_W ? end - begin : HC_W, y_type, type);
 }
 
-/* A piece of the columns of a part, which begins at `part_begin`. */
+/* A piece of the columns of a part, which begins at `first_column`. */
 V_INLINE void expand_tile(const hc_low_rank_op *op, const hc_tile *tile, uint64_t first_row, uint64_t part, uint64_t begin,
-                          uint64_t end, uint64_t part_begin, const uint64_t y_type, const uint64_t type) {
+                          uint64_t end, uint64_t first_column, const uint64_t y_type, const uint64_t type) {
     const float *products[TOGETHER];
     void *y[TOGETHER];
     for (uint64_t i = 0; i < tile->count; i++) {
         products[i] = products_of(op, tile->rows[i], part);
-        y[i] = hc_to(op->y, (first_row + tile->rows[i]) * op->ends[op->parts - 1] + part_begin, y_type);
+        y[i] = hc_to(op->y, (first_row + tile->rows[i]) * op->ends[op->parts - 1] + first_column, y_type);
     }
-    uint64_t width = op->ends[part] - part_begin;
+    uint64_t width = op->ends[part] - first_column;
     if (tile->count == TOGETHER) {
         expand_rows(tile->factors + part, products, TOGETHER, begin, end, width, y, y_type, type);
         return;
@@ -149,25 +153,87 @@ V_INLINE void expand_tile(const hc_low_rank_op *op, const hc_tile *tile, uint64_
         expand_rows(tile->factors + part, products + i, 1, begin, end, width, y + i, y_type, type);
 }
 
-V_INLINE void shrink(const hc_low_rank_op *op, uint64_t first_row, const hc_tile *tiles, uint64_t count,
-                     const hc_crew *crew, uint64_t member, const uint64_t x_type) {
-    uint64_t turn = 0;
-    for (const hc_tile *tile = tiles; tile < tiles + count; tile++)
-        for (uint64_t part = 0; part < op->parts; part++)
-            for (uint64_t k = 0; k < tile->factors[part].rank; k += BLOCK)
-                if (turn++ % crew->size == member)
-                    V_CACHED(tile->factors[part].type, shrink_tile, op, tile, first_row, part, k, x_type);
+/* Factors that a member computes with next: those of a tile and a part, from row `k` of `down` on. */
+typedef struct {
+    const hc_tile *tile, *behind;
+    uint64_t part, k;
+    uint64_t turn; /* blocks of `down` before it, of all members */
+} hc_place;
+
+/* Goes on to the next block of `down` that is the member's, from here on; returns 0 if there is none. */
+static int find_block(const hc_low_rank_op *op, const hc_crew *crew, uint64_t member, hc_place *place) {
+    for (; place->tile < place->behind; place->tile++, place->part = 0)
+        for (; place->part < op->parts; place->part++, place->k = 0)
+            for (; place->k < place->tile->factors[place->part].rank; place->k += BLOCK)
+                if (place->turn++ % crew->size == member)
+                    return 1;
+    return 0;
 }
 
-V_INLINE void expand(const hc_low_rank_op *op, uint64_t first_row, const hc_tile *tiles, uint64_t count,
-                     const hc_crew *crew, uint64_t member, const uint64_t y_type) {
-    for (const hc_tile *tile = tiles; tile < tiles + count; tile++) {
-        for (uint64_t part = 0, begin = 0; part < op->parts; begin = op->ends[part++]) {
-            uint64_t width = op->ends[part] - begin, rank = tile->factors[part].rank;
-            for (uint64_t piece = member * PIECE; rank && piece < width; piece += crew->size * PIECE) {
-                uint64_t end = piece + PIECE < width ? piece + PIECE : width;
-                V_CACHED(tile->factors[part].type, expand_tile, op, tile, first_row, part, piece, end, begin, y_type);
-            }
+/* The same for a part that has `up`. */
+static int find_part(const hc_low_rank_op *op, hc_place *place) {
+    for (; place->tile < place->behind; place->tile++, place->part = 0)
+        for (; place->part < op->parts; place->part++)
+            if (place->tile->factors[place->part].rank)
+                return 1;
+    return 0;
+}
+
+static void ask_for(const void *p, uint64_t bytes) {
+    for (uint64_t at = 0; at < bytes; at += LINE)
+        __builtin_prefetch((const char *)p + at, 0, 2);
+}
+
+static void ask_for_block(const hc_low_rank_op *op, const hc_place *place) {
+    const hc_factors *factors = place->tile->factors + place->part;
+    uint64_t left = factors->rank - place->k, bytes = op->in * hc_width_of(factors->type);
+    ask_for((const char *)factors->down + place->k * bytes, (left < BLOCK ? left : BLOCK) * bytes);
+}
+
+static uint64_t part_begin(const hc_low_rank_op *op, uint64_t part) { return part ? op->ends[part - 1] : 0; }
+
+/* The member's columns of `up`. */
+static void ask_for_columns(const hc_low_rank_op *op, const hc_place *place, const hc_crew *crew, uint64_t member) {
+    const hc_factors *factors = place->tile->factors + place->part;
+    uint64_t width = op->ends[place->part] - part_begin(op, place->part), bytes = hc_width_of(factors->type);
+    for (uint64_t k = 0; k < factors->rank; k++)
+        for (uint64_t piece = member * PIECE; piece < width; piece += crew->size * PIECE) {
+            uint64_t left = width - piece;
+            ask_for((const char *)factors->up + (k * width + piece) * bytes, (left < PIECE ? left : PIECE) * bytes);
+        }
+}
+
+V_INLINE void shrink(const hc_low_rank_op *op, uint64_t first_row, hc_place place, const hc_crew *crew, uint64_t member,
+                     const uint64_t x_type) {
+    hc_place first_part = place;
+    int is_there = find_block(op, crew, member, &place), goes_on;
+    if (is_there)
+        ask_for_block(op, &place);
+    for (hc_place next; is_there; place = next, is_there = goes_on) {
+        next = place;
+        next.k += BLOCK;
+        goes_on = find_block(op, crew, member, &next);
+        if (goes_on)
+            ask_for_block(op, &next);
+        V_CACHED(place.tile->factors[place.part].type, shrink_tile, op, place.tile, first_row, place.part, place.k, x_type);
+    }
+    if (find_part(op, &first_part))
+        ask_for_columns(op, &first_part, crew, member);
+}
+
+V_INLINE void expand(const hc_low_rank_op *op, uint64_t first_row, hc_place place, const hc_crew *crew, uint64_t member,
+                     const uint64_t y_type) {
+    int is_there = find_part(op, &place), goes_on;
+    for (hc_place next; is_there; place = next, is_there = goes_on) {
+        next = place;
+        next.part++;
+        goes_on = find_part(op, &next);
+        if (goes_on)
+            ask_for_columns(op, &next, crew, member);
+        uint64_t begin = part_begin(op, place.part), width = op->ends[place.part] - begin;
+        for (uint64_t piece = member * PIECE; piece < width; piece += crew->size * PIECE) {
+            uint64_t end = piece + PIECE < width ? piece + PIECE : width;
+            V_CACHED(place.tile->factors[place.part].type, expand_tile, op, place.tile, first_row, place.part, piece, end, begin, y_type);
         }
     }
 }
@@ -180,8 +246,9 @@ void HC_NAME(low_rank)(const hc_op *header, hc_crew *crew, uint64_t member) {
         uint64_t count = fill_tiles(op, first, rows, tiles);
         if (first)
             hc_meet(crew); /* before the products are written again */
-        V_TYPED(op->type, shrink, op, first, tiles, count, crew, member);
+        hc_place place = {tiles, tiles + count, 0, 0, 0};
+        V_TYPED(op->type, shrink, op, first, place, crew, member);
         hc_meet(crew);
-        V_TYPED(op->y_type, expand, op, first, tiles, count, crew, member);
+        V_TYPED(op->y_type, expand, op, first, place, crew, member);
     }
 }
