@@ -88,6 +88,11 @@ class Kernel:
     """As bench.limits knows it."""
     pack: Callable[[Shape], Weight]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of rows."""
+        return torch.bfloat16 if self.arithmetic == "bfloat16" else torch.float32
+
 
 def kernels(op_queue: OpQueue) -> dict[str, Kernel]:
     """All that there are on this machine."""
@@ -95,12 +100,12 @@ def kernels(op_queue: OpQueue) -> dict[str, Kernel]:
     return {
         "native fp32": Kernel(32, "float32", lambda shape: _plain(native.pack(_random(shape)))),
         "native bf16": Kernel(16, "float32", lambda shape: _plain(native.pack(_random(shape).bfloat16()))),
-        "native bf16 of bf16": Kernel(16, "bfloat16", lambda shape: _narrow(narrow.pack(_random(shape).bfloat16()))),
+        "native bf16 of bf16": Kernel(16, "bfloat16", lambda shape: _plain(narrow.pack(_random(shape).bfloat16()))),
         "native fp16": Kernel(16, "float32", lambda shape: _plain(native.pack(_random(shape).half()))),
         "native int8": Kernel(8, "int8", lambda shape: _plain(native.pack_quantized(_whole(shape, INT8)))),
         "native int4": Kernel(5, "int8", lambda shape: _plain(native.pack_quantized(_whole(shape, int4())))),
         "torch fp32": Kernel(32, "float32", lambda shape: _plain(PlainKernel().pack(_random(shape)))),
-        "torch bf16": Kernel(16, "bfloat16", lambda shape: _narrow(PlainKernel().pack(_random(shape).bfloat16()))),
+        "torch bf16": Kernel(16, "bfloat16", lambda shape: _plain(PlainKernel().pack(_random(shape).bfloat16()))),
         "fbgemm fp16": Kernel(16, "float32", _dynamic_fp16),
         "_weight_int8pack_mm": Kernel(8, "bfloat16", _int8pack),
         "_weight_int4pack_mm": Kernel(5, "bfloat16", _int4pack),
@@ -127,10 +132,6 @@ def _plain(packed: PackedWeight) -> Weight:
     return lambda x: packed(x, None)
 
 
-def _narrow(packed: PackedWeight) -> Weight:
-    return lambda x: packed(x.bfloat16(), None)
-
-
 def _dynamic_fp16(shape: Shape) -> Weight:
     packed = torch.ops.quantized.linear_prepack_fp16(_random(shape), None)
     return lambda x: torch.ops.quantized.linear_dynamic_fp16(x, packed)
@@ -148,14 +149,14 @@ def _dynamic_int8(shape: Shape, engine: str) -> Weight:
 def _int8pack(shape: Shape) -> Weight:
     values = _whole(shape, INT8).values
     scales = torch.full((shape[0],), 0.01, dtype=torch.bfloat16)
-    return lambda x: torch._weight_int8pack_mm(x.bfloat16(), values, scales)
+    return lambda x: torch._weight_int8pack_mm(x, values, scales)
 
 
 def _int4pack(shape: Shape) -> Weight:
     values = torch.randint(0, 16, shape, dtype=torch.int32)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, 1)
     numbers = torch.full((shape[1] // 32, shape[0], 2), 0.01, dtype=torch.bfloat16)
-    return lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), packed, 32, numbers)
+    return lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, 32, numbers)
 
 
 def available(candidates: Mapping[str, Kernel]) -> dict[str, Kernel]:
@@ -163,7 +164,7 @@ def available(candidates: Mapping[str, Kernel]) -> dict[str, Kernel]:
     found = {}
     for name, kernel in candidates.items():
         try:
-            kernel.pack((64, 64))(torch.ones(2, 64))
+            kernel.pack((64, 64))(torch.ones(2, 64).to(kernel.dtype))
         except (RuntimeError, AttributeError, NotImplementedError) as error:
             print(f"{name}: not here ({str(error).splitlines()[0]})", flush=True)
         else:
@@ -176,14 +177,15 @@ def measure_shape(shape: Shape, candidates: Mapping[str, Kernel], rows: Sequence
     times: Times = {}
     sets = {name: _weights_of(shape, kernel) for name, kernel in candidates.items()}
     for count in rows:
-        x = torch.randn(count, shape[1])
+        wide = torch.randn(count, shape[1])
+        rows_of = {name: wide.to(kernel.dtype) for name, kernel in candidates.items()}
         samples: dict[str, list[float]] = {name: [] for name in candidates}
         begin = time.perf_counter()
         for turn in range(_TURNS.stop):
             if turn >= _TURNS.start and time.perf_counter() - begin > seconds * len(candidates):
                 break
             for name, weights in sets.items():
-                samples[name].append(_seconds_of_each(weights, x))
+                samples[name].append(_seconds_of_each(weights, rows_of[name]))
         for name, taken in samples.items():
             times.setdefault(name, {})[count] = statistics.median(taken)
     return times
