@@ -2,9 +2,10 @@
 
 Proposals pay where they are often right and a row more costs a step little. Steps with proposals go out one at a time,
 because the next proposal follows from what this one gave; other steps overlap. So three things are measured while
-requests are served: how often proposed tokens are right, for each completion; how long steps take that only decode; and
-how long steps with proposals take, up to the next. Where no steps with so many rows were measured, they are estimated:
-between those with fewer and more rows, or from those with fewer, with `ROW_COST` a row more.
+requests are served: how often proposed tokens are right, for each completion and by how long a match they follow; how
+long steps take that only decode; and how long steps with proposals take, up to the next. Where no steps with so many
+rows were measured, they are estimated: between those with fewer and more rows, or from those with fewer, with
+`ROW_COST` a row more. A new completion is expected to be as easy as the last ones.
 
 How often a proposal is right is seen without proposing: a *guess* is kept until the completion's tokens have come and
 show what of it was right. So a completion whose guesses fail costs ranks nothing. Real proposals are such guesses, too.
@@ -14,9 +15,9 @@ acceptance makes improbable. With `only_if_faster` (Auto) none are proposed unle
 second of steps that overlap. With more than `MOST_COMPLETIONS` nothing is looked up: each row costs arithmetic then.
 
 Guesses of a draft model or a prediction head are not free: ranks compute them behind a step's draws. So what is
-chosen by these numbers is how many tokens to draft behind a step; what was drafted is proposed. A new completion is
-expected to be as easy as the last ones, and where nothing was drafted for `RETRY_STEPS`, all that was learned is
-forgotten. Each time that the next try does not gain, twice as many steps go by before another.
+chosen by these numbers is how many tokens to draft behind a step; what was drafted is proposed. Where nothing was
+drafted for `RETRY_STEPS`, all that was learned is forgotten. Each time that the next try does not gain, twice as many
+steps go by before another.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ RETRY_STEPS: Final = 500
 """Steps that only decode after which measured steps with proposals are forgotten: they may be faster by now."""
 MOST_RETRY_STEPS: Final = 16 * RETRY_STEPS
 """Most such steps, where tries have not gained."""
-FIRST_RATES: Final = {0: 0.4, 3: 0.6, 4: 0.8, 8: 0.9}
+_FIRST_RATES: Final = {0: 0.4, 3: 0.6, 4: 0.8, 8: 0.9}
 """Acceptance that is assumed at first, with the weight of `_FIRST_WEIGHT` tokens, by the length of the match from which
 on it holds."""
 _FIRST_WEIGHT: Final = 2.0
@@ -243,7 +244,7 @@ class Speculator:
         self._drafts = DraftProposer() if config is not None and config.drafts else None
         self._proposer = proposer or self._drafts or NGramProposer()
         self._acceptances: dict[Completion, Acceptance] = {}
-        self._usual_rates = dict(FIRST_RATES)
+        self._usual_rates = dict(_FIRST_RATES)
         """Acceptance of the last completions."""
         self._seconds, self._came = StepSeconds(), _Came()
 
@@ -259,7 +260,7 @@ class Speculator:
         forgot = self._seconds.add(step, began_s=began_s, seconds=seconds, on_ranks_s=on_ranks_s, num_tokens=num_tokens)
         if forgot and self._drafts is not None:
             self._acceptances.clear()
-            self._usual_rates = dict(FIRST_RATES)
+            self._usual_rates = dict(_FIRST_RATES)
         if step.proposals:
             self._came.add(step, num_tokens=num_tokens)
 

@@ -16,6 +16,7 @@ extern hc_kernel HC_NAME(low_rank);
 #define TOGETHER (HC_W == 16 ? 4 : 2)  /* rows of one adapter that are computed at once: as many as registers hold */
 #define VECTORS 4                      /* of columns that are computed at once */
 #define LINE 64
+#define MOST_ASKED (128u * 1024) /* bytes of `up`, of a part: more would put out of the second cache what comes first */
 
 /* Rows that have one adapter. */
 typedef struct {
@@ -196,8 +197,10 @@ static uint64_t part_begin(const hc_low_rank_op *op, uint64_t part) { return par
 static void ask_for_columns(const hc_low_rank_op *op, const hc_place *place, const hc_crew *crew, uint64_t member) {
     const hc_factors *factors = place->tile->factors + place->part;
     uint64_t width = op->ends[place->part] - part_begin(op, place->part), bytes = hc_width_of(factors->type);
+    uint64_t behind = (1 + MOST_ASKED / (factors->rank * PIECE * bytes)) * crew->size * PIECE;
+    behind = behind < width ? behind : width;
     for (uint64_t k = 0; k < factors->rank; k++)
-        for (uint64_t piece = member * PIECE; piece < width; piece += crew->size * PIECE) {
+        for (uint64_t piece = member * PIECE; piece < behind; piece += crew->size * PIECE) {
             uint64_t left = width - piece;
             ask_for((const char *)factors->up + (k * width + piece) * bytes, (left < PIECE ? left : PIECE) * bytes);
         }
