@@ -214,14 +214,15 @@ V_INLINE void multiply_rows(uint64_t rows, uint64_t vectors, const int kind, con
             ROWS_CASE(6, TILE, VECTORS)
         }
 #if HIGH_TILE > TILE
-    switch (rows) {
-        ROWS_CASE(2, HIGH_TILE, HIGH_VECTORS)
-        ROWS_CASE(4, HIGH_TILE, HIGH_VECTORS)
-        ROWS_CASE(6, HIGH_TILE, HIGH_VECTORS)
-        ROWS_CASE(8, HIGH_TILE, HIGH_VECTORS)
-        ROWS_CASE(10, HIGH_TILE, HIGH_VECTORS)
-        ROWS_CASE(12, HIGH_TILE, HIGH_VECTORS)
-    }
+    if (ARE_PACKED(kind)) /* see HIGH_TILES */
+        switch (rows) {
+            ROWS_CASE(2, HIGH_TILE, HIGH_VECTORS)
+            ROWS_CASE(4, HIGH_TILE, HIGH_VECTORS)
+            ROWS_CASE(6, HIGH_TILE, HIGH_VECTORS)
+            ROWS_CASE(8, HIGH_TILE, HIGH_VECTORS)
+            ROWS_CASE(10, HIGH_TILE, HIGH_VECTORS)
+            ROWS_CASE(12, HIGH_TILE, HIGH_VECTORS)
+        }
 #endif
 }
 

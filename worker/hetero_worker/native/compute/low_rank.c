@@ -15,7 +15,6 @@ extern hc_kernel HC_NAME(low_rank);
 #define BLOCK 8                        /* rows of `down` that are one member's */
 #define TOGETHER (HC_W == 16 ? 4 : 2)  /* rows of one adapter that are computed at once: as many as registers hold */
 #define VECTORS 4                      /* of columns that are computed at once */
-#define LINE 64
 #define MOST_ASKED (128u * 1024) /* bytes of `up`, of a part: more would put out of the second cache what comes first */
 
 /* Rows that have one adapter. */
@@ -181,7 +180,7 @@ static int find_part(const hc_low_rank_op *op, hc_place *place) {
 }
 
 static void ask_for(const void *p, uint64_t bytes) {
-    for (uint64_t at = 0; at < bytes; at += LINE)
+    for (uint64_t at = 0; at < bytes; at += HC_LINE)
         __builtin_prefetch((const char *)p + at, 0, 2);
 }
 

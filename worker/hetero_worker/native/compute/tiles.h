@@ -57,7 +57,6 @@ static inline hc_part hc_part_of(uint64_t num_tiles, uint64_t num_panels, uint64
     return part;
 }
 
-#define HC_LINE 64
 #define HC_AHEAD 8192u /* bytes: half of it is too late on some machines, twice as much no better */
 #define HC_NEAR_ROWS 4 /* of a tile that leaves the first cache to weights */
 

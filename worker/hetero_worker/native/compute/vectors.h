@@ -13,6 +13,7 @@
 #else
 #define HC_W 4
 #endif
+#define HC_LINE 64 /* bytes of a line of a cache */
 
 typedef float vf __attribute__((vector_size(4 * HC_W)));
 typedef int32_t vi __attribute__((vector_size(4 * HC_W)));
