@@ -282,18 +282,24 @@ def assert_unchanged(builder: PlanBuilder, group: RankGroup, before: Sequence[to
     assert all(map(torch.equal, before, complete(builder)))
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Put another file in its place: a rank may still have the old one mapped, and would die if it were cut short."""
+    path.with_suffix(".new").write_bytes(content)
+    path.with_suffix(".new").replace(path)
+
+
 def test_files_that_are_gone_leave_all_as_they_were(checkpoint: TinyCheckpoint) -> None:
     group = RankGroup(checkpoint.directory, TWO_RANKS)
     builder = PlanBuilder(group)
     before = complete(builder)
     weights = checkpoint.directory / "model.safetensors"
     content = weights.read_bytes()
-    weights.write_bytes(content[:4000])
+    replace_file(weights, content[:4000])
     plan = with_a_pair_swapped(group.plan, group.requests[0].config.expert_layers[0], 0, 4)
     reports = until_refused(builder, plan)
     assert any("damaged or truncated" in report.problem for report in reports)
     assert_unchanged(builder, group, before)
-    weights.write_bytes(content)
+    replace_file(weights, content)
     move(group, builder, plan)
 
 
