@@ -100,6 +100,7 @@ class RankGroup:
         max_num_seqs: int = 8,
         num_gpu_ranks: int = 0,
         make_graphs: MakeGraphs | None = None,
+        make_gpu: Callable[..., PseudoGpu] = PseudoGpu,
         recorded: bool = True,
         enforce_eager: bool = False,
         batch_invariant: bool = False,
@@ -116,9 +117,9 @@ class RankGroup:
         draft_shares: Shares | None = None,
         has_prediction_head: bool = False,
     ) -> None:
-        """`make_graphs`: of the pseudo GPUs; None: they have none. `native`: host cores compute by native kernels;
-        else by torch's. `recorded`: decode steps on host cores are recorded where they can be. `make_exchanges` None:
-        in Python. `on_top`: what a rank uses of its host exchange.
+        """`make_graphs`: of the pseudo GPUs, which `make_gpu` makes; None: they have none. `native`: host cores compute
+        by native kernels; else by torch's. `recorded`: decode steps on host cores are recorded where they can be.
+        `make_exchanges` None: in Python. `on_top`: what a rank uses of its host exchange.
         `keeps_logits`: a recorder is asked for all draws; else the runners draw as they do when they serve. `draft`: a
         draft model, which lies on rank 0 or by `draft_shares`. `has_prediction_head`: rank 0 drafts with the model's
         own head."""
@@ -129,7 +130,7 @@ class RankGroup:
         host = partial(cpu_backend, records=recorded) if native else partial(TorchReference, "no native kernels")
         samplers: list[SampleTokens] = [recorder if keeps_logits else sample_tokens for recorder in self.recorders]
         backends = [
-            PseudoGpu(rank, make_graphs=make_graphs) if rank < num_gpu_ranks else host()
+            make_gpu(rank, make_graphs=make_graphs) if rank < num_gpu_ranks else host()
             for rank in range(self.plan.world_size)
         ]
         self.runners = [

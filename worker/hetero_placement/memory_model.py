@@ -4,7 +4,7 @@ It counts with the arithmetic that a rank itself uses (`hetero_api.rank_memory`,
 rank refuses a plan that fits here, and its KV cache has at least as many blocks as this says. That holds as long as a
 rank has the memory that it reported, its runtime grows by no more than RUNTIME_GROWTH_BYTES, and its largest step takes
 no more than its bound from shapes. Counted beyond what a rank counts: both halves of a layer, though one is computed
-after the other; the margin of a measured step before it is measured; graphs, though ranks with experts make none;
+after the other; the margin of a measured step before it is measured; graphs, though a rank may make none;
 biases of sums, which one rank has.
 
 Needs are linear in what a rank owns, so a solver knows at once what one unit more costs.

@@ -484,6 +484,7 @@ class DeviceReport(_message.Message):
     SPEEDS_FIELD_NUMBER: _builtins.int
     PIN_MESSAGE_FIELD_NUMBER: _builtins.int
     ALLOWED_CPUS_FIELD_NUMBER: _builtins.int
+    HAS_KERNELS_FIELD_NUMBER: _builtins.int
     kind: Global___DeviceKind.ValueType
     """Kind of device."""
     name: _builtins.str
@@ -497,6 +498,10 @@ class DeviceReport(_message.Message):
     allowed_cpus: _builtins.int
     """CPUs that its container, or locally its machine, lets the rank use; 0 when not told. More than were asked for are
     CPUs that others may use as well.
+    """
+    has_kernels: _builtins.bool
+    """Whether our own kernels run on it, rather than torch's operators. GPU ranks pad steps with experts or adapters to the
+    same rows, for which the kernels of all of them must compute these without their hosts.
     """
     @_builtins.property
     def cpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -522,10 +527,11 @@ class DeviceReport(_message.Message):
         speeds: Global___DeviceSpeeds | None = ...,
         pin_message: _builtins.str = ...,
         allowed_cpus: _builtins.int = ...,
+        has_kernels: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["speeds", b"speeds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_cpus", b"allowed_cpus", "cpus", b"cpus", "kind", b"kind", "memory_bytes", b"memory_bytes", "name", b"name", "numa_nodes", b"numa_nodes", "pin_message", b"pin_message", "pinned", b"pinned", "speeds", b"speeds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_cpus", b"allowed_cpus", "cpus", b"cpus", "has_kernels", b"has_kernels", "kind", b"kind", "memory_bytes", b"memory_bytes", "name", b"name", "numa_nodes", b"numa_nodes", "pin_message", b"pin_message", "pinned", b"pinned", "speeds", b"speeds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,6 +16,7 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.runners.graphs import graph_forward
 from hetero_worker.runners.graphs.graph_forward import SPARE_BYTES
 from hetero_worker.runners.shard import graph_memory
+from tests.support.joined_experts import JoinedGpu
 from tests.support.pseudo_gpu import PseudoGpu
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares, StepOutcome
 from tests.support.rank_shares import layers_on
@@ -41,6 +42,26 @@ LAYOUTS: dict[str, tuple[Shares, int]] = {
         2,
     ),
     "layers on 2 GPUs and a CPU, the head on the first": (layers_on(0, 1, 2, world_size=3, head=0), 2),
+}
+
+EXPERT_LAYOUTS: dict[str, tuple[Shares, int]] = {
+    "1 GPU": (ONE_GPU, 1),
+    "2 GPU": (Shares(kv_heads=((5, 3),), mlp_columns=((20, 30),), vocab_rows=(64, 136), experts=((2, 4),)), 2),
+    "2 GPU, experts on one": (
+        Shares(kv_heads=((5, 3),), mlp_columns=((20, 30),), vocab_rows=(64, 136), experts=((0, 6),)),
+        2,
+    ),
+    "2 GPU + 2 CPU, all have heads and experts": (
+        Shares(
+            kv_heads=((3, 2, 2, 1),), mlp_columns=((20, 0, 29, 1),), vocab_rows=(64, 0, 64, 72), experts=((1, 2, 2, 1),)
+        ),
+        2,
+    ),
+    "1 GPU + 2 CPU, which help with experts": (
+        Shares(kv_heads=((8, 0, 0),), mlp_columns=((50, 0, 0),), vocab_rows=(200, 0, 0), experts=((2, 3, 1),)),
+        1,
+    ),
+    "layers on 2 GPUs": (layers_on(0, 1, world_size=2), 2),
 }
 
 
@@ -73,12 +94,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
 
 
 def group_of(
-    checkpoint: TinyCheckpoint, layout: tuple[Shares, int], tapes: Tapes | None, *, enforce_eager: bool = False
+    checkpoint: TinyCheckpoint,
+    layout: tuple[Shares, int],
+    tapes: Tapes | None,
+    *,
+    enforce_eager: bool = False,
+    make_gpu: type[PseudoGpu] = PseudoGpu,
 ) -> RankGroup:
     shares, num_gpu_ranks = layout
     return RankGroup(
         checkpoint.directory, shares, num_gpu_ranks=num_gpu_ranks, num_blocks=BLOCKS, block_size=BLOCK_SIZE,
-        max_num_seqs=MAX_SEQS, make_graphs=tapes, enforce_eager=enforce_eager,
+        max_num_seqs=MAX_SEQS, make_graphs=tapes, enforce_eager=enforce_eager, make_gpu=make_gpu,
     )  # fmt: skip
 
 
@@ -288,7 +314,7 @@ def test_ranks_whose_experts_are_chosen_on_the_host_make_none(tmp_path: Path) ->
     script = Script(group)
     script.start([0, 1])
     script.decode([0, 1])
-    assert "graphs=off (the host chooses which rows an expert computes)" in group.reports[0].kernels
+    assert "graphs=off (the host of a GPU chooses which rows an expert computes)" in group.reports[0].kernels
 
 
 def test_experts_on_cpu_ranks_leave_the_gpu_its_graphs(tmp_path: Path) -> None:
@@ -297,3 +323,13 @@ def test_experts_on_cpu_ranks_leave_the_gpu_its_graphs(tmp_path: Path) -> None:
     tapes = Tapes()
     assert_same(all_sizes(group_of(moe, layout, tapes)), all_sizes(group_of(moe, layout, None)))
     assert tapes.replayed
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS.values(), ids=EXPERT_LAYOUTS)
+def test_ranks_with_experts_that_kernels_compute_together_pad_alike(tmp_path: Path, layout: tuple[Shares, int]) -> None:
+    moe = save_tiny("qwen3-moe-some-dense", tmp_path, num_hidden_layers=2, initializer_range=0.2)
+    tapes, num_gpu_ranks = Tapes(), layout[1]
+    group = group_of(moe, layout, tapes, make_gpu=JoinedGpu)
+    assert all(tuple(report.graph_sizes) == SIZES for report in group.reports[:num_gpu_ranks])
+    assert_same(all_sizes(group), all_sizes(group_of(moe, layout, None)))
+    assert all(backend.replayed for backend in tapes.made)

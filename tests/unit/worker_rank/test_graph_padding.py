@@ -96,24 +96,20 @@ def test_one_stage_without_helpers_has_all_sizes(directories: dict[str, Path]) -
     assert str(padding) == "35 sizes up to 256"
 
 
-def test_there_are_none_where_they_are_turned_off_or_a_rank_that_sums_has_experts(directories: dict[str, Path]) -> None:
-    llama, moe = directories["llama-biased"], directories["qwen3-moe-some-dense"]
-    assert str(padding_of(request_of(llama, HELPED, eager=True))) == "off (enforceEager)"
-    both = Shares(kv_heads=((5, 3),), mlp_columns=((25, 25),), vocab_rows=(200, 0), experts=((0, 6),))
-    for rank in (0, 1):
-        assert padding_of(request_of(moe, both, rank=rank)).sizes == ()
-    assert padding_of(request_of(moe, HELPED)).sizes
-    assert padding_of(request_of(moe, HELPED, rank=1)).sizes == ()
+def test_there_are_none_where_they_are_turned_off(directories: dict[str, Path]) -> None:
+    assert str(padding_of(request_of(directories["llama-biased"], HELPED, eager=True))) == "off (enforceEager)"
 
 
-def test_the_experts_of_one_gpu_rank_are_recorded_if_its_kernels_compute_them_together(
+def test_steps_with_experts_are_padded_if_kernels_of_all_gpu_ranks_compute_them_together(
     directories: dict[str, Path],
 ) -> None:
+    """Ranks that sum with a rank that pads nothing must pad nothing either, whether or not they have experts."""
     moe = directories["qwen3-moe-some-dense"]
-    alone = Shares(kv_heads=((8,),), mlp_columns=((50,),), vocab_rows=(200,), experts=((6,),))
-    assert padding_of(request_of(moe, alone)).sizes[-1] == MAX_ROWS
-    assert str(padding_of(request_of(moe, alone), joins_experts=False)).startswith("off (the host chooses")
-    beside = Shares(kv_heads=((8, 0),), mlp_columns=((25, 25),), vocab_rows=(200, 0), experts=((2, 4),))
-    assert padding_of(replace(request_of(moe, beside), num_gpu_ranks=1)).sizes
-    for gpu_ranks in (2, None):
-        assert padding_of(replace(request_of(moe, beside), num_gpu_ranks=gpu_ranks)).sizes == ()
+    both = Shares(kv_heads=((5, 3),), mlp_columns=((25, 25),), vocab_rows=(200, 0), experts=((0, 6),))
+    for rank, num_gpu_ranks in ((0, 2), (1, 2), (0, None), (1, None)):
+        request = replace(request_of(moe, both, rank=rank), num_gpu_ranks=num_gpu_ranks)
+        assert padding_of(request).sizes[-1] == MAX_ROWS
+        assert str(padding_of(request, joins_experts=False)).startswith("off (the host of a GPU chooses")
+    on_host_cores = replace(request_of(moe, both), num_gpu_ranks=1)
+    assert padding_of(on_host_cores, joins_experts=False).sizes[-1] == MAX_MIXED_ROWS
+    assert padding_of(request_of(directories["llama-biased"], both), joins_experts=False).sizes[-1] == MAX_ROWS

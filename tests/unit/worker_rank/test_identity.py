@@ -47,6 +47,8 @@ def test_device_report_tells_what_was_pinned_and_measured(tmp_path: Path) -> Non
     assert (report.kind, report.name, report.memory_bytes) == (ranks_pb2.DEVICE_KIND_CPU, "Test CPU 9000", 1 << 30)
     assert (list(report.cpus), list(report.numa_nodes), report.pinned) == ([2, 3], [1], True)
     assert report.speeds == speeds
+    assert not report.has_kernels
+    assert describe_device(cpu_backend(), pinning, speeds).has_kernels
 
 
 def test_memory_of_the_machine_is_used_when_none_is_given() -> None:

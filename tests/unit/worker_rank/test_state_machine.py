@@ -28,7 +28,7 @@ from hetero_worker.errors import ExchangeAborted, ExchangeError, MemoryBudgetErr
 from hetero_worker.host.binding import Binding
 from hetero_worker.probe.speeds import RankProbe
 from hetero_worker.process.gateway_link import GatewayLink
-from hetero_worker.process.messages import RankIdentity
+from hetero_worker.process.messages import RankIdentity, load_request
 from hetero_worker.process.state_machine import FormGroupFunction, WorkerStateMachine
 from tests.support.fake_runner import GRAPH_BYTES, GRAPH_RESERVE_BYTES, FakeRunner
 from tests.support.lone_group import LoneGroup
@@ -285,6 +285,22 @@ def test_load_request_holds_what_the_gateway_said(tmp_path: Path) -> None:
     assert (request.dtype, request.rank, request.max_model_len) == ("float32", 0, 128)
     assert (request.max_num_batched_tokens, request.max_num_seqs, request.memory_bytes) == (64, 4, 1 << 20)
     assert (request.num_gpu_ranks, request.num_host_ranks) == (0, 1)
+
+
+@pytest.mark.parametrize("has_kernels", [(True, True), (True, False), (False, True)])
+def test_a_rank_knows_whether_kernels_run_on_all_gpus_of_its_group(
+    tmp_path: Path, has_kernels: tuple[bool, bool]
+) -> None:
+    """Host cores do not matter."""
+    gpus = [ranks_pb2.DeviceReport(kind=ranks_pb2.DEVICE_KIND_CUDA, has_kernels=each) for each in has_kernels]
+    devices = [*gpus, ranks_pb2.DeviceReport(kind=ranks_pb2.DEVICE_KIND_CPU)]
+    form = form_message(places=[ranks_pb2.RankPlace(rank=rank, device=each) for rank, each in enumerate(devices)])
+    identity = RankIdentity(ranks_pb2.Hello(), tmp_path, CONFIG, 1 << 20, "127.0.0.1", TorchReference())
+    order = load_message(ShardPlan((*TWO_RANKS.ranks, NOTHING)))
+
+    request = load_request(identity, form, order, rank=0, files={})
+
+    assert (request.num_gpu_ranks, request.gpus_have_kernels) == (2, all(has_kernels))
 
 
 def test_weights_are_quantised_as_the_gateway_says(tmp_path: Path) -> None:

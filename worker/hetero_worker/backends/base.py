@@ -88,6 +88,11 @@ class DeviceBackend(ABC):
 
     @property
     @abstractmethod
+    def has_kernels(self) -> bool:
+        """Whether our own kernels run on the device, rather than torch's operators alone."""
+
+    @property
+    @abstractmethod
     def dtypes(self) -> frozenset[str]:
         """Arithmetic types, by the names of LoadModel.dtype."""
 

@@ -36,6 +36,8 @@ _BF16_ISAS: Final = ("avx512_bf16", "amx")
 class CpuBackend(TorchReference):
     """Host cores that compute by the native kernels, whose rows are independent of each other in any mode."""
 
+    has_kernels = True
+
     def __init__(
         self,
         op_queue: OpQueue,

@@ -81,6 +81,7 @@ class TorchReference(TorchOperators):
     kind = ranks_pb2.DEVICE_KIND_CPU
     default_dtype = "float32"
     device = HOST
+    has_kernels = False
     dtypes = frozenset({"float32", "bfloat16"})
     collectives = None
 

@@ -64,7 +64,11 @@ def describe_device(
 ) -> ranks_pb2.DeviceReport:
     """Describe the rank's device and its measured speeds."""
     device = ranks_pb2.DeviceReport(
-        kind=backend.kind, name=backend.name, memory_bytes=backend.memory_bytes, speeds=speeds
+        kind=backend.kind,
+        name=backend.name,
+        memory_bytes=backend.memory_bytes,
+        speeds=speeds,
+        has_kernels=backend.has_kernels,
     )
     report_pinning(device, pinning)
     return device
@@ -184,6 +188,7 @@ def load_request(
         expert_deferral=order.expert_deferral,
         expert_buffer_bytes=order.expert_buffer_bytes,
         num_gpu_ranks=num_gpu_ranks(form),
+        gpus_have_kernels=all(place.device.has_kernels for place in form.places[: num_gpu_ranks(form)]),
         open_weights=identity.open_weights,
     )
 

@@ -134,6 +134,8 @@ class LoadRequest:
     """Digests of the files that this rank said it has, by name: the weights must be read from these. Empty: any."""
     num_gpu_ranks: int | None = None
     """Ranks [0, num_gpu_ranks) compute on GPUs, the others on host cores; None: all are of one kind."""
+    gpus_have_kernels: bool = True
+    """True if our own kernels run on all GPU ranks: then steps with experts or adapters can be padded."""
 
     @property
     def cache_dtype(self) -> str:

@@ -165,6 +165,7 @@ class DraftModel:
             kv_cache_dtype=request.kv_cache_dtype,
             async_steps=False,
             num_gpu_ranks=request.num_gpu_ranks,
+            gpus_have_kernels=request.gpus_have_kernels,
         )
 
     # --- proposals --------------------------------------------------------------------------------------

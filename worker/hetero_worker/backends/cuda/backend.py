@@ -81,6 +81,11 @@ class CudaBackend(DeviceBackend):
         narrow = {"bfloat16", "float16"} if self._driver.has_bfloat16 else {"float16"}
         return frozenset({"float32", *narrow})
 
+    @property
+    def has_kernels(self) -> bool:
+        """See `DeviceBackend.has_kernels`. One of Triton's is compiled for it, which takes seconds the first time."""
+        return self._triton_problem is None
+
     def cache_dtypes(self, dtype: str) -> frozenset[str]:  # noqa: ARG002 - the same for all
         """Return all types that the device computes in: what is cached is converted where it is read."""
         return self.dtypes
@@ -189,7 +194,7 @@ class CudaBackend(DeviceBackend):
     @cached_property
     def steps(self) -> StepMaker:
         """Maker of steps that are replayed from graphs."""
-        return CudaSteps(self._driver, has_kernels=self._triton_problem is None)
+        return CudaSteps(self._driver, has_kernels=self.has_kernels)
 
     def sampler(self) -> ShardSampler:
         """Return a sampler on the device, with streams of its own."""

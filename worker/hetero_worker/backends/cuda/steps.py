@@ -38,7 +38,7 @@ class CudaSteps:
             padding.sizes,
             bounds=bounds,
             reserved=reserved,
-            records_adapters=self._has_kernels and request.max_adapters > 0,
+            records_adapters=self._all_have_kernels(request) and request.max_adapters > 0,
         )
         return StepParts(inputs, forward, async_inputs)
 
@@ -54,7 +54,10 @@ class CudaSteps:
     def _padding(self, request: LoadRequest) -> Padding:
         if not self._driver.records_graphs:
             return Padding((), "the device records none")
-        return Padding.of(request, joins_experts=self._has_kernels)
+        return Padding.of(request, joins_experts=self._all_have_kernels(request))
+
+    def _all_have_kernels(self, request: LoadRequest) -> bool:
+        return self._has_kernels and request.gpus_have_kernels
 
     def _synchronous_because(self, request: LoadRequest) -> str:
         if not self._has_kernels and has_experts(request):

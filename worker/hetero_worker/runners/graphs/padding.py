@@ -21,7 +21,7 @@ from hetero_worker.models.micro_batches import best_number
 from hetero_worker.runners.base import LoadRequest
 from hetero_worker.runners.shard import DTYPES
 
-HOST_CHOOSES: Final = "the host chooses which rows an expert computes"
+HOST_CHOOSES: Final = "the host of a GPU chooses which rows an expert computes"
 LINK_BYTES: Final = 2 * 1024**2
 """No exchange's links hold less; see Exchange.link_bytes."""
 
@@ -35,18 +35,14 @@ class Padding:
 
     @classmethod
     def of(cls, request: LoadRequest, *, joins_experts: bool) -> Padding:
-        """Return the padding of a GPU rank; `joins_experts`: its kernels compute a layer's experts together."""
+        """Return the padding of a GPU rank. `joins_experts`: kernels of all GPU ranks compute experts together."""
         if request.enforce_eager:
             return cls((), "enforceEager")
         if request.config.delta is not None:
             return cls((), "states of the gated delta rule are not padded")
-        if not joins_experts and has_experts(request):
+        gpus = request.shard_plan.ranks[: request.num_gpu_ranks]
+        if not joins_experts and any(map(_has_experts, gpus)):
             return cls((), HOST_CHOOSES)
-        if has_experts(request) and (request.num_gpu_ranks or request.shard_plan.world_size) > 1:
-            return cls((), "the experts are not those of one GPU rank, and ranks do not know each other's kernels")
-        others = [rank for number, rank in enumerate(request.shard_plan.ranks) if number != request.rank]
-        if any(_has_experts(rank) and _takes_part_in_sums(rank) for rank in others):
-            return cls((), "a rank that sums with it has experts, and may pad no steps")
         limit = min(request.max_num_seqs, request.max_num_batched_tokens)
         most = MAX_MIXED_ROWS if request.num_host_ranks else MAX_ROWS
         sizes = tuple(size for size in graph_sizes(limit, most=most) if _is_uncut(size, request))
@@ -68,11 +64,6 @@ def has_experts(request: LoadRequest) -> bool:
 
 def _has_experts(rank: RankShard) -> bool:
     return any(layer.experts.size for layer in rank.layers)
-
-
-def _takes_part_in_sums(rank: RankShard) -> bool:
-    """Return True if its sums need as many rows as the other GPU ranks'."""
-    return bool(rank.embedding_rows.size) or any(layer.kv_heads.size for layer in rank.layers)
 
 
 def _is_uncut(size: int, request: LoadRequest) -> bool:
