@@ -12,18 +12,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from hetero_api.contract import HTTP_PORT, LABEL_REPLICA, LABEL_ROUTER
-from tests.e2e.conftest import install_operator
+from hetero_api.contract import HTTP_PORT, INFERENCE_PORT, LABEL_REPLICA, LABEL_ROUTER, ROLE_GATEWAY
+from tests.e2e.conftest import SYSTEM, install_operator
 from tests.e2e.cpusets import processes_of
 from tests.e2e.harness.node_settings import NodePlan
-from tests.e2e.load import GRPC, HTTP, THINK_S
+from tests.e2e.load import GRPC, HTTP, THINK_S, Answer, Load
 from tests.e2e.replicas import (
     NAME,
     NAMESPACE,
@@ -47,6 +48,10 @@ from tests.support.kube.polling import poll
 
 SERVED_AGAIN_S: Final = 5.0
 """Allowed until callers of a killed router are served by another; the figure is kept among the artifacts."""
+NODE_LOST_S: Final = 10
+MOST_LOADS: Final = 10
+UNHEARD_S: Final = 5.0
+"""A call to a node that is gone takes longer than this to fail."""
 LONG_TOKENS: Final = 1024
 """Of streams that are under way when what serves them is asked to go."""
 MEMORY: Final = "/spec/pools/0/cpu/memoryPerRank"
@@ -220,6 +225,89 @@ def test_a_gateway_and_its_rank_go_together_and_no_request_fails(replicas: Serve
     check(disturbed(replicas, "together", change, max_tokens=LONG_TOKENS), texts)
 
 
+def test_a_node_dies_and_its_replica_serves_elsewhere(replicas: Served) -> None:
+    """Power is cut, so nobody hears of it: callers by missing answers to pings, the cluster by missing heartbeats."""
+    site, node = replicas.site, replicas.site.nodes["node-3"]
+    patch(replicas, "/spec/recovery", {"nodeLostTimeoutSeconds": NODE_LOST_S})
+    move_the_second_replica_to(replicas, node.name)
+    texts, before = undisturbed(replicas, max_tokens=LONG_TOKENS), uids(replicas)
+    with ExitStack() as stack:
+        with load_on(replicas, node.name) as streams:
+            lost = time.time()
+            node.lose_power()
+            stack.callback(node.boot)
+            replicas.wait(lambda _: uids(replicas).keys() == before.keys() and node.name not in nodes_of(replicas))
+            replaced = time.time()
+            wait_replicas(replicas, 2)
+            served = time.time()
+            streams.wait_answers(STREAMS)
+            answers = streams.finish()
+        site.keep("replicas-node-lost.txt", told_of_loss(answers, lost, replaced, served))
+        slowest = max(one.ended - one.began for one in answers if one.door == GRPC)
+        assert slowest > UNHEARD_S, "nobody had to notice that the node is gone"
+        now = uids(replicas)
+        assert now[f"{NAME}-cpu-0"] == before[f"{NAME}-cpu-0"]
+        check([one for one in answers if not one.error], texts)
+        assert [one for one in answers if one.error and (one.began > served or one.door == GRPC)] == []
+    assert site.real is not None
+    site.real.wait_ready(site.client, node.name)
+    replicas.wait(lambda _: node.name not in nodes_of(replicas))
+    wait_replicas(replicas, 2)
+    assert uids(replicas) == now
+    check(disturbed(replicas, "node-back", lambda: None, max_tokens=LONG_TOKENS), texts)
+
+
+def move_the_second_replica_to(served: Served, node: str) -> None:
+    """Have one replica and the operator on the first node, and another replica on this one."""
+    site = served.site
+    others = [name for name in site.nodes if name != "node-1"]
+    ask(served, 0)
+    wait_replicas(served, 0)
+    site.kubectl("cordon", *others)
+    site.kubectl("delete", "pod", f"--namespace={SYSTEM}", "-l", "app.kubernetes.io/component=operator")
+    scale(served, 1)
+    site.kubectl("uncordon", node)
+    site.kubectl("cordon", "node-1")
+    scale(served, 2)
+    site.kubectl("uncordon", *site.nodes)
+    found = {(pod["metadata"]["labels"].get(LABEL_REPLICA, "0"), pod["spec"]["nodeName"]) for pod in pods_of(served)}
+    assert found == {("0", "node-1"), ("1", node)}
+
+
+@contextmanager
+def load_on(served: Served, node: str) -> Iterator[Load]:
+    """Streams that flow, with those of our own API, which share a connection, on this node's replica."""
+    (gateway,) = (pod for pod in served.pods(ROLE_GATEWAY).values() if pod["spec"]["nodeName"] == node)
+    for _ in range(MOST_LOADS):
+        with load(served, max_tokens=LONG_TOKENS) as streams:
+            streams.wait_answers(STREAMS)
+            if connections_of(served.site, gateway, INFERENCE_PORT)[address_of_node(served.site, "node-1")]:
+                yield streams
+                return
+            streams.finish()
+    pytest.fail(f"{MOST_LOADS} loads in a row had their connection to another node")
+
+
+def address_of_node(site: Site, node: str) -> str:
+    addresses = site.client.get("Node", node)["status"]["addresses"]
+    return next(str(one["address"]) for one in addresses if one["type"] == "InternalIP")
+
+
+def nodes_of(served: Served) -> set[str]:
+    """Where ranks and gateways are."""
+    return {pod["spec"].get("nodeName", "") for pod in pods_of(served)}
+
+
+def told_of_loss(answers: Sequence[Answer], lost: float, replaced: float, served: float) -> str:
+    under_way = [one for one in answers if one.began < lost < one.ended]
+    lines = [
+        f"{figures(answers)}; {len(under_way)} under way when the node was lost",
+        f"pods made elsewhere after {replaced - lost:.1f} s, replicas ready after {served - lost:.1f} s",
+        *(f"{one.began - lost:.1f} to {one.ended - lost:.1f} s: {one}" for one in answers if one.error),
+    ]
+    return "\n".join([*lines, ""])
+
+
 def routers(served: Served) -> list[Object]:
     """Pods of the router that are not ending."""
     pods = served.site.client.list_all("Pod", NAMESPACE, labels=f"{LABEL_ROUTER}={NAME}")
@@ -228,13 +316,19 @@ def routers(served: Served) -> list[Object]:
 
 def router_in_use(served: Served) -> Object:
     """The router's pod that callers of one address have their connections to."""
-    return max(routers(served), key=lambda pod: num_connections(processes_of(served.site, pod)[0], HTTP_PORT))
+    return max(routers(served), key=lambda pod: connections_of(served.site, pod, HTTP_PORT).total())
 
 
-def num_connections(process: int, port: int) -> int:
-    """Connections that are open to a port of a process's network."""
-    lines = Path(f"/proc/{process}/net/tcp").read_text().splitlines()[1:]
-    return sum(local.endswith(f":{port:04X}") and state == "01" for _, local, _, state, *_ in map(str.split, lines))
+def connections_of(site: Site, pod: Object, port: int) -> Counter[str]:
+    """Number of connections that are open to a port of a pod, by the other end's IPv4 address."""
+    process, found = processes_of(site, pod)[0], Counter[str]()
+    for file in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{process}/net/{file}").read_text().splitlines()[1:]:
+            _, local, remote, state, *_ = line.split()
+            if local.endswith(f":{port:04X}") and state == "01":
+                address = bytes.fromhex(remote.partition(":")[0][-8:])  # one of IPv6 ends in that of IPv4
+                found[".".join(map(str, reversed(address)))] += 1
+    return found
 
 
 def test_a_killed_routers_streams_end_in_errors_and_new_ones_are_served_soon(replicas: Served, texts: Texts) -> None:

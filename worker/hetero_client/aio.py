@@ -23,7 +23,7 @@ from hetero_client.channel import error_from, open_aio_channel
 from hetero_client.client import CALL_TIMEOUT_S, RETRY_S, is_serving, may_serve, not_ready_message
 from hetero_client.errors import DeadlineError, QueueFullError, RequestCancelledError, RequestError, UnavailableError
 from hetero_client.messages import ChatMessage, Completion, Event, GenerateOptions, ModelInfo, Prompt, ServerInfo
-from hetero_client.resuming import ResumableRequest, health_request
+from hetero_client.resuming import ResumableRequest, ServerRecord, health_request
 
 
 class AsyncGenerateStream(AsyncIterator[Event]):
@@ -126,12 +126,13 @@ class AsyncHeteroClient:
         self._channel = channel or open_aio_channel(address, access)
         self._stub = Calls(inference_pb2_grpc.InferenceStub(self._channel), access.metadata)
         self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._server = ServerRecord()
 
     def generate(
         self, prompt: Prompt, *, final_only: bool = False, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerateStream:
         """Stream the completions of a prompt and resume a stream that breaks; see GenerateOptions for the options."""
-        resumable = ResumableRequest.of_prompt(prompt, final_only=final_only, **options)
+        resumable = ResumableRequest.of_prompt(prompt, final_only=final_only, server=self._server, **options)
         return AsyncGenerateStream(resumable, inference=self._stub, health=self._health, address=self.address)
 
     async def generate_text(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:

@@ -23,7 +23,7 @@ from hetero_client.access import Access, Calls
 from hetero_client.channel import error_from, open_channel
 from hetero_client.errors import DeadlineError, QueueFullError, RequestError, UnavailableError
 from hetero_client.messages import ChatMessage, Completion, Event, GenerateOptions, ModelInfo, Prompt, ServerInfo
-from hetero_client.resuming import ResumableRequest, health_request
+from hetero_client.resuming import ResumableRequest, ServerRecord, health_request
 
 CALL_TIMEOUT_S: Final = 30.0
 """Default limit of every call but Generate."""
@@ -108,12 +108,13 @@ class HeteroClient:
         self._channel = channel or open_channel(address, access)
         self._stub = Calls(inference_pb2_grpc.InferenceStub(self._channel), access.metadata)
         self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._server = ServerRecord()
 
     def generate(
         self, prompt: Prompt, *, final_only: bool = False, **options: Unpack[GenerateOptions]
     ) -> GenerateStream:
         """Stream the completions of a prompt and resume a stream that breaks; see GenerateOptions for the options."""
-        resumable = ResumableRequest.of_prompt(prompt, final_only=final_only, **options)
+        resumable = ResumableRequest.of_prompt(prompt, final_only=final_only, server=self._server, **options)
         return GenerateStream(resumable, inference=self._stub, health=self._health, address=self.address)
 
     def generate_text(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:

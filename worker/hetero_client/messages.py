@@ -101,8 +101,8 @@ class GenerateOptions(TypedDict, total=False):
     tools: Sequence[Mapping[str, Any]]
     """Tools that a chat's template shows to the model, in the OpenAI API's format."""
     resume_timeout_s: float
-    """Longest time to resume a broken stream without progress, at most 10 seconds for one that has not begun. 0: never
-    resume. Default 60."""
+    """Longest time to resume a broken stream without progress, at most 10 seconds for one that has not begun while the
+    client has never heard from its server. 0: never resume. Default 60."""
 
 
 class FinishReason(StrEnum):

@@ -16,6 +16,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final, Unpack
 
 from grpc_health.v1 import health_pb2
@@ -35,10 +36,18 @@ from hetero_client.messages import Delta, Event, Finished, GenerateOptions, Prom
 
 RESUME_TIMEOUT_S: Final = 60.0
 UNSTARTED_TIMEOUT_S: Final = 10.0
-"""Limit for a stream that has not begun: a wrong address is reported soon."""
+"""Limit for a stream that has not begun, while nothing has ever answered: a wrong address is reported soon."""
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 1.0
 _SEED_BITS: Final = 64
+
+
+@dataclass(slots=True)
+class ServerRecord:
+    """What a client knows of its server."""
+
+    has_answered: bool = False
+    """True once a stream has begun: the address is right. A server that does not answer then may come back."""
 
 
 class ResumableRequest:
@@ -50,6 +59,7 @@ class ResumableRequest:
         *,
         timeout_s: float | None,
         resume_timeout_s: float,
+        server: ServerRecord,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
@@ -59,6 +69,7 @@ class ResumableRequest:
             self._request.sampling.seed = secrets.randbits(_SEED_BITS)
         self._deadline_s = None if timeout_s is None else clock() + timeout_s
         self._resume_timeout_s = resume_timeout_s
+        self._server = server
         self._clock = clock
         self._jitter = jitter
         self._received: list[list[int]] = [[] for _ in range(max(1, request.sampling.n))]
@@ -71,12 +82,15 @@ class ResumableRequest:
         self._broken_since_s: float | None = None
 
     @classmethod
-    def of_prompt(cls, prompt: Prompt, *, final_only: bool, **options: Unpack[GenerateOptions]) -> ResumableRequest:
+    def of_prompt(
+        cls, prompt: Prompt, *, final_only: bool, server: ServerRecord, **options: Unpack[GenerateOptions]
+    ) -> ResumableRequest:
         """Return a request for the completions of a prompt. Raises InvalidRequestError."""
         return cls(
             wire.generate_request(prompt, final_only=final_only, **options),
             timeout_s=options.get("timeout_s"),
             resume_timeout_s=options.get("resume_timeout_s", RESUME_TIMEOUT_S),
+            server=server,
         )
 
     @property
@@ -146,7 +160,7 @@ class ResumableRequest:
     def _timeout_s(self) -> float:
         """Longest time to try again after a call broke."""
         timeout_s = self._resume_timeout_s
-        return timeout_s if self._has_started else min(timeout_s, UNSTARTED_TIMEOUT_S)
+        return timeout_s if self._server.has_answered else min(timeout_s, UNSTARTED_TIMEOUT_S)
 
     def _may_resume(self, error: RequestError) -> bool:
         if isinstance(error, QueueFullError):
@@ -159,6 +173,7 @@ class ResumableRequest:
         match event:
             case Started():
                 is_new, self._has_started = not self._has_started, True
+                self._server.has_answered = True
             case PromptLogprobs():
                 is_new = True
             case Delta():

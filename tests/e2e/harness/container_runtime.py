@@ -35,6 +35,11 @@ class Runtime:
         return self.folder / "root"
 
     @property
+    def state(self) -> Path:
+        """Folder of what containerd knows of containers that run."""
+        return self.folder / "state"
+
+    @property
     def _registries(self) -> Path:
         return self.folder / "registries"
 
@@ -110,7 +115,7 @@ class Runtime:
         return f"""\
 version = 2
 root = "{self._root}"
-state = "{self.folder}/state"
+state = "{self.state}"
 [grpc]
   address = "{self.socket}"
 [{cri}]

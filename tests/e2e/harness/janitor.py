@@ -46,14 +46,19 @@ def main(folder: Path, logs: Path) -> int:
     return 1 if left else 0
 
 
-def _end_processes(folder: Path) -> list[str]:
-    """Kubelets and the like first, so that nothing is started anew; containerd last.
+def kill_all(folder: Path, cgroups: str) -> list[int]:
+    """Kill the programs that have their files in the folder, and what runs in cgroups whose name begins so.
 
-    The control plane's own keeper, which knows where etcd's data are, is waited for.
+    Kubelets and the like go first, so that nothing is started anew; containerd last. Return who lives on.
     """
     _kill(pid for pid in _processes_of(folder) if "containerd" not in _name(pid))
-    _until_none(lambda: _in_cgroups(folder.name))
-    left = _until_none(lambda: _processes_of(folder))
+    _until_none(lambda: _in_cgroups(cgroups))
+    return _until_none(lambda: _processes_of(folder))
+
+
+def _end_processes(folder: Path) -> list[str]:
+    """End all processes. The control plane's own keeper, which knows where etcd's data are, is waited for."""
+    left = kill_all(folder, f"{folder.name}-n")
     deadline = time.monotonic() + PATIENCE_S
     while (keepers := _processes_of(folder, keepers=True)) and time.monotonic() < deadline:
         time.sleep(INTERVAL_S)
@@ -82,9 +87,9 @@ def _processes_of(folder: Path, *, keepers: bool = False) -> list[int]:
     return [pid for pid, line in lines.items() if needle in line and (KEEPER in line) == keepers]
 
 
-def _in_cgroups(cluster: str) -> list[int]:
-    """Processes in the cgroups of the cluster's nodes: the containers."""
-    return [pid for pid in _pids() if f"/{cluster}-n".encode() in _read(pid, "cgroup")]
+def _in_cgroups(prefix: str) -> list[int]:
+    """Processes in cgroups of nodes: the containers."""
+    return [pid for pid in _pids() if f"/{prefix}".encode() in _read(pid, "cgroup")]
 
 
 def _pids() -> list[int]:

@@ -91,10 +91,17 @@ class Network:
         for index in range(self._nodes):
             self._route_to_pods_of(index)
 
+    def connect(self, index: int, *, connected: bool) -> None:
+        """Plug a node's cable in or out. Out: nobody hears of the node any more, nor that anything has ended."""
+        self._ip(self.backbone, "link", "set", f"{self._interface(index)}b", "up" if connected else "down")
+
+    def _interface(self, index: int) -> str:
+        return f"{self._cluster}-{index}"
+
     def _start_node(self, index: int) -> None:
         name = self.namespace(index)
         self._make(name)
-        self._plug(name, f"{self._cluster}-{index}", f"{self.addresses.node(index)}/24")
+        self._plug(name, self._interface(index), f"{self.addresses.node(index)}/24")
         self._ip(name, "route", "add", "default", "via", self.addresses.machine)
         # Made here rather than by the CNI plugin, which would make it with the first pod: routes can name it at once.
         self._ip(name, "link", "add", POD_BRIDGE, "type", "bridge")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import yaml
 
 from tests.e2e.harness.cgroups import make_cgroup
 from tests.e2e.harness.container_runtime import Runtime
-from tests.e2e.harness.janitor import MADE
+from tests.e2e.harness.janitor import MADE, kill_all
 from tests.e2e.harness.network import POD_BRIDGE, Network
 from tests.e2e.harness.node_settings import NodeFiles, NodePlan, kubelet_config, kubelet_flags, proxy_config
 from tests.e2e.harness.private_folders import make_folders, with_private_folders
@@ -79,7 +80,7 @@ class Node:
 
     def start(self) -> None:
         """Kubelet and kube-proxy; the node is Ready some seconds later."""
-        self._files = files = self._make_files()
+        self._files = files = self._files or self._make_files()
         self._configure_kubelet(files)
         flags = kubelet_flags(self.plan, files, self._binaries.version)
         self._start("kubelet", self._beside_containerd(str(self._binaries.require_kubelet()), *flags))
@@ -94,6 +95,21 @@ class Node:
         """As after its package was upgraded: pods run on meanwhile."""
         self._components["kubelet"].stop()
         self._components["kubelet"].start()
+
+    def lose_power(self) -> None:
+        """End all that runs on it, at once and unheard. Its disk stays."""
+        self._network.connect(self._index, connected=False)
+        left = kill_all(self.folder, self.cgroup)
+        assert not left, f"processes of {self.name} live on: {left}"
+        for component in self._components.values():
+            component.stop()
+
+    def boot(self) -> None:
+        """Start it again, as a machine whose power is back."""
+        shutil.rmtree(self.runtime.state)  # as what lies in memory only
+        self._network.connect(self._index, connected=True)
+        self.start_runtime()
+        self.start()
 
     def set_cpu_policy(self, *, static: bool) -> None:
         """Start the kubelet anew with another CPU manager policy."""

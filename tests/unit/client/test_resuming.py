@@ -21,6 +21,7 @@ from hetero_client import (
     PromptLogprobs,
     SamplingParams,
     Started,
+    resuming,
 )
 from hetero_client.errors import (
     DeadlineError,
@@ -34,7 +35,7 @@ from hetero_client.errors import (
     ServerError,
     UnavailableError,
 )
-from hetero_client.resuming import LONGEST_PAUSE_S, ResumableRequest
+from hetero_client.resuming import LONGEST_PAUSE_S, ResumableRequest, ServerRecord
 from tests.support.fake_gateway import NOT_SERVING, SERVING, FakeGateway
 
 pytestmark = pytest.mark.unit
@@ -99,7 +100,8 @@ def test_completions_are_resumed_each_from_where_it_was(client: HeteroClient, ga
 
 
 def test_log_probabilities_of_a_prompt_in_several_events_come_once_each() -> None:
-    resumable = ResumableRequest(pb.GenerateRequest(text="x"), timeout_s=None, resume_timeout_s=1)
+    request = pb.GenerateRequest(text="x")
+    resumable = ResumableRequest(request, timeout_s=None, resume_timeout_s=1, server=ServerRecord())
     read: list[int] = []
     for call in ([[1, 2], [3]], [[1, 2]], [[1], [2, 3, 4], [5]]):
         resumable.next_call()
@@ -142,6 +144,22 @@ def test_resuming_ends_with_its_limit_and_the_last_error(client: HeteroClient, g
     with pytest.raises(UnavailableError, match="the group is loading"):
         list(client.generate("loading", resume_timeout_s=0.3))
     assert len(gateway.inference.requests) > 1
+
+
+def test_a_client_knows_that_its_server_has_answered(
+    client: HeteroClient, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resuming, "UNSTARTED_TIMEOUT_S", 0.1)
+
+    def tried_for_s() -> float:
+        began_s = time.monotonic()
+        with pytest.raises(UnavailableError):
+            list(client.generate("loading", resume_timeout_s=1.5))
+        return time.monotonic() - began_s
+
+    assert tried_for_s() < 1.5
+    list(client.generate("echo"))
+    assert tried_for_s() >= 1.5
 
 
 def test_resuming_can_be_switched_off(client: HeteroClient, gateway: FakeGateway) -> None:
@@ -203,12 +221,23 @@ async def test_cancelling_a_task_that_waits_to_resume_ends_it(gateway: FakeGatew
 class Attempts:
     """A request whose calls all break, on a clock of the test's."""
 
-    def __init__(self, *, timeout_s: float | None = None, resume_timeout_s: float = 60.0, n: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        timeout_s: float | None = None,
+        resume_timeout_s: float = 60.0,
+        n: int = 1,
+        server: ServerRecord | None = None,
+    ) -> None:
         self.now_s = 0.0
         self.request = ResumableRequest(
             pb.GenerateRequest(sampling=pb.SamplingParams(n=n)),
-            timeout_s=timeout_s, resume_timeout_s=resume_timeout_s, clock=lambda: self.now_s, jitter=lambda: 0.5,
-        )  # fmt: skip
+            timeout_s=timeout_s,
+            resume_timeout_s=resume_timeout_s,
+            server=server or ServerRecord(),
+            clock=lambda: self.now_s,
+            jitter=lambda: 0.5,
+        )
 
     def break_(self, error: RequestError | None = None) -> float:
         pause_s = self.request.pause_after(error or UnavailableError("gone", code="UNAVAILABLE"))
@@ -234,6 +263,23 @@ def test_the_limit_runs_from_the_first_break_without_a_token_in_between() -> Non
     pauses_s = [attempts.break_() for _ in range(3)]
     assert pauses_s == [0.4, 0.8, 1.0]
     assert attempts.now_s == pytest.approx(2.55)
+    with pytest.raises(UnavailableError):
+        attempts.break_()
+
+
+def test_a_stream_that_has_not_begun_waits_as_long_for_a_server_that_had_answered_another() -> None:
+    """A node that died stays behind its Service for most of a minute, and a call to it takes ten seconds to fail."""
+    server = ServerRecord()
+    other, attempts = Attempts(server=server), Attempts(server=server)
+    attempts.break_()
+    attempts.now_s = 9.0
+    attempts.break_()
+    attempts.now_s = 11.0
+    with pytest.raises(UnavailableError):
+        attempts.break_()
+    other.receive(started=pb.Started())
+    assert attempts.break_() > 0
+    attempts.now_s = 61.0
     with pytest.raises(UnavailableError):
         attempts.break_()
 
