@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -67,6 +68,16 @@ def cpu_s(pid: int) -> float:
             times = process.cpu_times()
             total += times.user + times.system + times.children_user + times.children_system
     return total
+
+
+def wait_without_spinning(module: str) -> None:
+    """Run `python -m module` again in this process's place unless OpenMP's threads wait as ranks have them wait.
+
+    They read it when torch is imported. Those that spin take cores from the native team for milliseconds.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
 
 
 def hold(pid: int) -> None:

