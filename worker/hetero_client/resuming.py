@@ -44,7 +44,7 @@ _SEED_BITS: Final = 64
 
 @dataclass(slots=True)
 class ServerRecord:
-    """What a client knows of its server."""
+    """Facts that a client knows of its server."""
 
     has_answered: bool = False
     """True once a stream has begun: the address is right. A server that does not answer then may come back."""
