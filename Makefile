@@ -181,7 +181,7 @@ bench-exchange-hosts: native ## Measure an exchange of two network namespaces, n
 	$(BIN)/python -m bench.exchange_hosts
 	$(BIN)/python -m bench.exchange_hosts --delayed
 
-bench-prediction: $(STAMP) $(NATIVE) ## Measure whether placements of two models are as fast as predicted; writes bench/results
+bench-prediction: $(STAMP) $(NATIVE) ## Measure whether placements of three models are as fast as predicted; writes bench/results
 	@$(BIN)/hetero model fetch smollm2-135m-instruct
 	$(BIN)/python -m bench.prediction
 

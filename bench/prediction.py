@@ -1,4 +1,4 @@
-"""Does the placement's prediction come true? CPU-only layouts of two models, predicted at start and then measured.
+"""Does the placement's prediction come true? CPU-only layouts of three models, predicted at start and then measured.
 
     python -m bench.prediction [--starts N] [--rounds N] [--layouts NAME ...] [--models NAME ...]
 
@@ -24,14 +24,15 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
+from bench.home import BenchHome
 from bench.ours import HeteroContender
+from bench.shapes import MANY_EXPERTS, directory_of
 from hetero_client import Delta, SamplingParams
 from hetero_client.home import HeteroHome
 from hetero_client.model_store.demo_model import demo_directory
@@ -54,6 +55,7 @@ class Layout:
     cores: int = 1
     mode: str = "Tensor"
     shares: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    experts: str = "Auto"
     exchange: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -72,6 +74,14 @@ LAYOUTS: Final = (
     Layout("layers, even", mode="Layer", shares={"mlp": [1, 1]}),
     Layout("layers 2:1", mode="Layer", shares={"mlp": [2, 1]}),
     Layout("2 ranks, even, Gloo", shares=EVEN, exchange={"kind": "Gloo"}),
+)
+EXPERT_LAYOUTS: Final = (
+    Layout("1 rank of 1 core", ranks=1),
+    Layout("1 rank of 2 cores", ranks=1, cores=2),
+    Layout("2 ranks, solved"),
+    Layout("2 ranks, experts whole", shares=EVEN, experts="Whole"),
+    Layout("2 ranks, experts in slices", shares=EVEN, experts="Slices"),
+    Layout("second rank on experts only", shares={"attention": [1, 0], "mlp": [1, 1], "vocabulary": [1, 0]}),
 )
 
 
@@ -115,7 +125,7 @@ def try_layout(model: Path, layout: Layout, *, rounds: int) -> tuple[Speed, Spee
         ranks=layout.ranks,
         cores=layout.cores,
         mode=layout.mode,
-        placement={"shares": layout.shares, "workload": _WORKLOAD},
+        placement={"shares": layout.shares, "experts": layout.experts, "workload": _WORKLOAD},
         exchange=layout.exchange,
     )
     try:
@@ -173,15 +183,22 @@ def wide_model(folder: Path, tokenizer: Path) -> Path:
 def outcomes(arguments: argparse.Namespace, folder: Path, tell: Callable[[str], None]) -> list[Outcome]:
     """All layouts of all models asked for; `tell` is told of each start."""
     smollm2 = demo_directory(HeteroHome.from_environment())
-    models: dict[str, Callable[[], Path]] = {
-        "SmolLM2-135M": lambda: smollm2,
-        "Qwen3-like, 1024 wide": lambda: wide_model(folder, smollm2),
+    models: dict[str, tuple[Callable[[], Path], Sequence[Layout]]] = {
+        "SmolLM2-135M": (lambda: smollm2, LAYOUTS),
+        "Qwen3-like, 1024 wide": (lambda: wide_model(folder, smollm2), LAYOUTS),
+        MANY_EXPERTS: (lambda: directory_of(MANY_EXPERTS, BenchHome.from_environment()), EXPERT_LAYOUTS),
     }
-    directories = {name: get() for name, get in models.items() if not arguments.models or name in arguments.models}
-    layouts = [layout for layout in LAYOUTS if not arguments.layouts or layout.name in arguments.layouts]
+    asked = {name: models[name] for name in arguments.models or models}
+    directories = {name: get() for name, (get, _) in asked.items()}
+    wanted = [
+        (name, layout)
+        for name, (_, layouts) in asked.items()
+        for layout in layouts
+        if not arguments.layouts or layout.name in arguments.layouts
+    ]
     found: dict[tuple[str, str], list[tuple[Speed, Speed]]] = {}
     for _ in range(arguments.starts):
-        for name, layout in product(directories, layouts):
+        for name, layout in wanted:
             predicted, measured = try_layout(directories[name], layout, rounds=arguments.rounds)
             found.setdefault((name, layout.name), []).append((predicted, measured))
             decode, prefill = predicted.decode / measured.decode - 1, predicted.prefill / measured.prefill - 1

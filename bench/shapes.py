@@ -25,6 +25,8 @@ from hetero_client.model_store.demo_model import demo_directory
 DEMO: Final = "smollm2-135m"
 EXPERTS: Final = "experts-0.1b"
 """A small model of experts: a token chooses 4 of 16 in each layer."""
+MANY_EXPERTS: Final = "experts-0.9b"
+"""More experts than caches hold: a token chooses 8 of 64 in each layer."""
 SEED: Final = 7
 SCALE: Final = 0.02
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
@@ -52,28 +54,41 @@ _QWEN3: Final[Mapping[str, Any]] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_QWEN3_MOE: Final[Mapping[str, Any]] = {
+    **_QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "head_dim": 64,
+    "num_hidden_layers": 8,
+    "vocab_size": 49152,
+    # With one matrix for both, random weights say the last token again and again.
+    "tie_word_embeddings": False,
+}
 SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
     "qwen3-0.6b": {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072},
     "qwen3-1.7b": {**_QWEN3, "hidden_size": 2048, "intermediate_size": 6144},
     EXPERTS: {
-        **_QWEN3,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
+        **_QWEN3_MOE,
         "hidden_size": 512,
         "intermediate_size": 2048,
         "moe_intermediate_size": 384,
         "num_experts": 16,
         "num_experts_per_tok": 4,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "head_dim": 64,
-        "num_hidden_layers": 8,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
-        "vocab_size": 49152,
-        # With one matrix for both, random weights say the last token again and again.
-        "tie_word_embeddings": False,
+    },
+    MANY_EXPERTS: {
+        **_QWEN3_MOE,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "moe_intermediate_size": 512,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
     },
 }
 MODELS: Final = (DEMO, *SHAPES)
