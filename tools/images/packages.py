@@ -156,14 +156,17 @@ def _pip(target: Sequence[str | Path], arguments: Sequence[str | Path]) -> None:
 def _check_torch(kind: str) -> None:
     """That torch can be imported still, and is the build that the image is for."""
     question = "import torch; print('cuda' if torch.version.cuda else 'cpu')"
-    answer = subprocess.run([VENV / "bin/python", "-c", question], check=True, text=True, stdout=subprocess.PIPE)
+    answer = subprocess.run([VENV / "bin/python", "-B", "-c", question], check=True, text=True, stdout=subprocess.PIPE)
     if answer.stdout.strip() != kind:
         sys.exit(f"packages.py: torch is a build for {answer.stdout.strip()}, not {kind}: see the lock")
 
 
 def _compile(site_packages: Path) -> None:
-    """Byte code of all sources. One that is no valid Python (templates, for instance) is left as it is."""
-    options = ["-q", "-q", "--invalidation-mode", "unchecked-hash"]
+    """Byte code of all sources, whether there is some or not: what an import has made holds its source's time.
+
+    One that is no valid Python (templates, for instance) is left as it is.
+    """
+    options = ["-f", "-q", "-q", "--invalidation-mode", "unchecked-hash"]
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     _run([VENV / "bin/python", "-m", "compileall", *options, site_packages], check=False, environment=environment)
 

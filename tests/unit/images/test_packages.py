@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +47,24 @@ def test_it_runs_where_nothing_is_installed() -> None:
     command = [sys.executable, "-I", "-S", packages.__file__, "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_byte_code_is_the_same_whenever_its_source_was_written_and_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").symlink_to(sys.executable)
+    monkeypatch.setattr(packages, "VENV", tmp_path)
+    found = []
+    for number in (1, 2):
+        folder = tmp_path / "site-packages"
+        folder.mkdir()
+        (folder / "x.py").write_text("y = 1\n")
+        os.utime(folder / "x.py", (number, number))
+        subprocess.run([sys.executable, "-c", "import x"], cwd=folder, check=True, env={})
+        assert list(folder.rglob("*.pyc")), "the import made byte code"
+        packages._compile(folder)
+        found += [path.read_bytes() for path in folder.rglob("*.pyc")]
+        shutil.rmtree(folder)
+    assert len(found) == 2
+    assert found[0] == found[1]
