@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -80,6 +81,19 @@ async def test_a_group_rests_stays_ready_and_wakes_with_the_next_request(level: 
         await until_resting(bench, sleeps=2)
         assert zero.commands == one.commands == ["sleep", "wake", "sleep"]
         assert bench.states[-3:] == [GroupState.ASLEEP, GroupState.READY, GroupState.ASLEEP]
+
+
+async def test_a_group_that_took_long_to_load_does_not_rest_before_its_time() -> None:
+    after_s = 0.5
+    async with GroupBench() as bench:
+        running = asyncio.create_task(IdleSleeper(bench.rpcs, core=bench.core, after_s=after_s, level=1).run())
+        await asyncio.sleep(1.5 * after_s)
+        zero, _ = await bench.ready()
+        began_s = time.monotonic()
+        await wait_until(lambda: bench.group.idle.rests)
+        assert time.monotonic() - began_s > 0.8 * after_s
+        assert zero.commands == ["sleep"]
+        running.cancel()
 
 
 async def test_requests_keep_a_group_awake() -> None:

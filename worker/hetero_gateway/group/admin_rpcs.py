@@ -94,6 +94,11 @@ class AdminRpcs:
         epoch = self._require("Sleep", GroupState.READY, idle=True)
         return await self._run("Sleep", self._sleep(epoch, request.level))
 
+    @property
+    def ready_for_s(self) -> float:
+        """See `Group.ready_for_s`."""
+        return self._group.ready_for_s
+
     async def rest(self, level: int) -> None:
         """Go from READY to ASLEEP, with requests accepted, which wait until `rouse`. Needs an idle group."""
         epoch = self._require("Rest", GroupState.READY, idle=True)

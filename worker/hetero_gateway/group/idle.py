@@ -14,7 +14,9 @@ One asyncio loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import time
 from typing import NoReturn
 
 from hetero_gateway.engine.core import EngineCore
@@ -26,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class IdleSleeper:
-    """Puts a group to rest after `after_s` seconds without a request, and wakes it."""
+    """Puts a group to rest that was READY for `after_s` seconds without a request, and wakes it."""
 
     def __init__(self, rpcs: AdminRpcs, *, core: EngineCore, after_s: float, level: int) -> None:
         self._rpcs = rpcs
@@ -43,12 +45,13 @@ class IdleSleeper:
 
     async def _stays_idle(self) -> bool:
         """Wait for as long as it takes; return False at once when a request comes."""
-        try:
-            async with asyncio.timeout(self._after_s):
-                await self._core.wait_busy()
-        except TimeoutError:
-            return True
-        return False
+        idle_since_s = time.monotonic()
+        while (left_s := self._after_s - min(time.monotonic() - idle_since_s, self._rpcs.ready_for_s)) > 0:
+            with contextlib.suppress(TimeoutError):  # the group may have become READY meanwhile
+                async with asyncio.timeout(left_s):
+                    await self._core.wait_busy()
+                return False
+        return True
 
     async def _rest(self) -> None:
         """Rest until a request comes, if the group can."""

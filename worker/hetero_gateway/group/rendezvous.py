@@ -86,6 +86,7 @@ class Group:
         self._refusal = ""
         self._changed = asyncio.Event()
         self._eviction: asyncio.TimerHandle | None = None
+        self._ready_at_s = 0.0
         self._partings: set[asyncio.Task[None]] = set()
         """Waits of ranks that leave."""
 
@@ -271,6 +272,8 @@ class Group:
             return  # the epoch may go on, and end
         if state.is_serving and self.current is None:
             return
+        if state is GroupState.READY and self.state is not GroupState.READY:
+            self._ready_at_s = time.monotonic()
         self.state = state
         self.adapters.note_change()
         self._on_state(state)
@@ -306,6 +309,11 @@ class Group:
     def is_ready(self) -> bool:
         """Whether requests are served, if need be after the group has woken from its rest."""
         return self.state.is_serving and self._core.is_serving
+
+    @property
+    def ready_for_s(self) -> float:
+        """Seconds since the group became READY; 0 while it is not."""
+        return time.monotonic() - self._ready_at_s if self.state is GroupState.READY else 0.0
 
     @property
     def failed(self) -> bool:
