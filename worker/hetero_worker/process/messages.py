@@ -162,7 +162,7 @@ def load_request(
 
     Raises ProtocolError for a plan with another number of ranks.
     """
-    plan = _plan_of(order, "shard_plan", form)
+    plan, num_gpus = _plan_of(order, "shard_plan", form), num_gpu_ranks(form)
     return LoadRequest(
         directory=identity.model_dir,
         files=files,
@@ -187,8 +187,8 @@ def load_request(
         has_prediction_head=order.has_prediction_head,
         expert_deferral=order.expert_deferral,
         expert_buffer_bytes=order.expert_buffer_bytes,
-        num_gpu_ranks=num_gpu_ranks(form),
-        gpus_have_kernels=all(place.device.has_kernels for place in form.places[: num_gpu_ranks(form)]),
+        num_gpu_ranks=num_gpus,
+        gpus_have_kernels=all(place.device.has_kernels for place in form.places[:num_gpus]),
         open_weights=identity.open_weights,
     )
 
