@@ -9,16 +9,20 @@ and machines that run tests are busy.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
+import signal
 import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TextIO
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from hetero_api.host.memory import out_of_memory_kills
 from hetero_client.home import HeteroHome
 from hetero_client.model_store.demo_model import demo_directory
 
@@ -28,6 +32,9 @@ for _profile, _max_examples in (("quick", 50), ("default", 200), ("nightly", 10_
         _profile, max_examples=_max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
 settings.load_profile("default")
+
+
+_STACKS = pytest.StashKey[TextIO]()
 
 
 def extended_tests() -> frozenset[str]:
@@ -53,6 +60,43 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Let the interpreter free all of it at its end: libraries report what is left as leaks."""
     gc.unfreeze()
+
+
+_dead_workers: list[str] = []
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Have a worker of xdist write its stacks to a file if a signal ends it; xdist itself says only that it is gone."""
+    if folder := getattr(config, "workerinput", {}).get("stacks"):
+        config.stash[_STACKS] = Path(folder, f"{os.getpid()}").open("w", encoding="utf-8")  # noqa: SIM115 - for good
+        faulthandler.enable(config.stash[_STACKS])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker of xdist where to write them."""
+    node.workerinput["stacks"] = str(node.config._tmp_path_factory.mktemp("stacks", numbered=True))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Note how a worker of xdist ended that should not have."""
+    if error is not None:
+        process = node.gateway._io.popen
+        status = process.wait(timeout=60)
+        stacks = Path(node.workerinput["stacks"], str(process.pid)).read_text(encoding="utf-8")
+        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        kills = out_of_memory_kills()
+        _dead_workers.append(f"{node.gateway.id}: {how}; processes killed for want of memory so far: {kills}\n{stacks}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how workers of xdist ended that should not have."""
+    if _dead_workers:
+        terminalreporter.section("workers that ended")
+        for text in _dead_workers:
+            terminalreporter.write_line(text)
 
 
 @pytest.hookimpl(tryfirst=True)
