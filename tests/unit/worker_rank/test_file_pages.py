@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import cffi
 import pytest
 import torch
 
 from hetero_worker.host.process_memory import let_go_of_code, unchanged_mappings
+from hetero_worker.native.build import EXCHANGE_LIBRARY
 
 pytestmark = pytest.mark.unit
 
@@ -19,6 +23,7 @@ TORCH = "libtorch_cpu.so"
 
 IMPORT = """
 import importlib, os, sys
+from hetero_worker.native.build import EXCHANGE_LIBRARY
 from hetero_worker.host.process_memory import import_torch
 import_torch() if sys.argv[1] == "lean" else importlib.import_module("torch")
 assert len(os.listdir("/proc/self/task")) == 1
@@ -56,7 +61,8 @@ def test_only_what_is_as_in_its_file_is_let_go() -> None:
         ]
     )
     assert [found.begin for found in unchanged_mappings(smaps)] == [0x10000, 0x30000, 0x90000]
-    assert all(end - begin == 16 * KIB for begin, end in unchanged_mappings(smaps))
+    assert all(found.end - found.begin == 16 * KIB for found in unchanged_mappings(smaps))
+    assert {found.path for found in unchanged_mappings(smaps)} == {"/lib/x.so", "/lib/with space.so"}
 
 
 def test_code_that_was_let_go_runs_as_before() -> None:
@@ -66,6 +72,24 @@ def test_code_that_was_let_go_runs_as_before() -> None:
     let_go_of_code()
     assert resident_kib(TORCH) < before / 2
     assert torch.equal(torch.softmax(x @ x.T, dim=1), expected)
+
+
+def test_a_library_whose_pages_were_let_go_stays_loaded(tmp_path: Path) -> None:
+    """Its addresses could be another thread's by the time that the kernel is told."""
+    ffi = cffi.FFI()
+    library = ffi.dlopen(str(shutil.copy(EXCHANGE_LIBRARY, tmp_path / "another.so")))
+    let_go_of_code()
+    ffi.dlclose(library)
+    assert resident_kib("another.so") > 0
+
+
+def test_files_that_are_no_libraries_are_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "table"
+    path.write_bytes(bytes(64 * KIB))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ) as table:
+        assert not any(table[:])
+        let_go_of_code()
+        assert resident_kib("table") == 64
 
 
 def test_torch_is_imported_with_less_memory() -> None:

@@ -43,7 +43,7 @@ def keep_freed_memory() -> bool:
 
 _SMAPS: Final = Path("/proc/self/smaps")
 _UNCHANGED: Final = re.compile(
-    r"^([0-9a-f]+)-([0-9a-f]+) r-[x-]p \S+ \S+ \d+ +/.*\n"
+    r"^([0-9a-f]+)-([0-9a-f]+) r-[x-]p \S+ \S+ \d+ +(/.*)\n"
     r"(?:[A-Z].*\n)*?Anonymous: +0 kB\n"
     r"(?:[A-Z].*\n)*?Swap: +0 kB\n",
     re.MULTILINE,
@@ -53,24 +53,47 @@ wrote to them before it made them read-only."""
 _DONT_NEED: Final = 4
 
 
+_STAYING: Final = {os.path.realpath("/proc/self/exe")}
+"""Files that stay mapped as they are until the process ends: the program, and libraries that were opened to stay."""
+
+
 class Mapping(NamedTuple):
-    """Addresses, the end not in it."""
+    """Addresses, the end not in it, and the file."""
 
     begin: int
     end: int
+    path: str
 
 
 def let_go_of_code() -> None:
-    """Give back pages of all files that are mapped to be read or run. Threads may go on meanwhile.
+    """Give back pages of the program and its libraries. Threads may go on meanwhile, and load libraries.
 
+    Libraries are kept from being unloaded first: another thread could get the addresses of one that goes, or of one
+    that is being loaded, for memory of its own, before the kernel is told that their content is not needed.
     Nothing happens where the kernel does not report mappings, or whose the pages are.
     """
     try:
-        smaps = _SMAPS.read_text(encoding="utf-8", errors="replace")
+        paths = {mapping.path for mapping in _own_mappings()}
+        _STAYING.update(filter(_stays, paths - _STAYING))
+        mappings = _own_mappings()
     except OSError:
         return
-    for begin, end in unchanged_mappings(smaps):
-        advise(begin, end - begin, _DONT_NEED)
+    for begin, end, path in mappings:
+        if path in _STAYING:
+            advise(begin, end - begin, _DONT_NEED)
+
+
+def _own_mappings() -> list[Mapping]:
+    return unchanged_mappings(_SMAPS.read_text(encoding="utf-8", errors="replace"))
+
+
+def _stays(path: str) -> bool:
+    """Keep a library loaded, if it is; nobody closes what ctypes opens."""
+    try:
+        ctypes.CDLL(path, mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    return True
 
 
 def advise(begin: int, num_bytes: int, advice: int) -> bool:
@@ -87,7 +110,7 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 def unchanged_mappings(smaps: str) -> list[Mapping]:
     """Those that can be let go and come back as they were: from the text of /proc/PID/smaps."""
-    return [Mapping(int(begin, 16), int(end, 16)) for begin, end in _UNCHANGED.findall(smaps)]
+    return [Mapping(int(begin, 16), int(end, 16), path) for begin, end, path in _UNCHANGED.findall(smaps)]
 
 
 _LIBRARIES: Final = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch_cpu.so", ctypes.RTLD_LOCAL))
