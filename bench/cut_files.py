@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.home import ROOT
+from bench.shapes import EMBEDDING_SCALE
 from hetero_api.gguf_file import GgufHeader
 
 CUTS: Final[Mapping[str, str]] = {"gpt-oss-20b": "gpt-oss", "qwen3-30b-a3b": "qwen3moe", "deepseek-v3": "deepseek2"}
@@ -30,12 +31,14 @@ DENSE_LAYERS: Final = 2
 """Layers before those of experts that a cut of DeepSeek-V3 keeps, of three."""
 SEED: Final = 7
 SPREAD: Final = 0.02
-"""Standard deviation of the weights."""
+"""Standard deviation of the weights but the embedding's."""
 _POOL_BLOCKS: Final = 1_000_003
 """Blocks that are drawn; tensors of more repeat them. A prime, so that no row of a tensor repeats another's place."""
-_DEVIATIONS: Final = {"Q4_0": 4.61, "Q8_0": 73.9}
-"""Standard deviations of a block's numbers before its scale, if all are as likely."""
+_DEVIATIONS: Final = {"Q4_0": 4.32, "Q8_0": 73.9}
+"""Standard deviations of a block's numbers before its scale: of 4 bits -7 to 7, else -128 to 127, all as likely. With a
+-8 their mean would be -0.5, and a matrix would send all tokens in one direction, and so to the same experts."""
 _EXPERTS: Final = "_exps.weight"
+_EMBEDDING: Final = "token_embd.weight"
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -186,7 +189,7 @@ _ADDERS: Final[Mapping[type, Any]] = {
 def tensors(architecture: str, config: Mapping[str, Any]) -> Iterator[Tensor]:
     """Yield all tensors of a model, by llama.cpp's names."""
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
-    yield Tensor("token_embd.weight", (vocabulary, hidden), "Q8_0")
+    yield Tensor(_EMBEDDING, (vocabulary, hidden), "Q8_0")
     yield Tensor("output_norm.weight", (hidden,), "F32")
     yield Tensor("output.weight", (vocabulary, hidden), "Q8_0")
     attention = _latent_attention if architecture == "deepseek2" else _attention
@@ -259,23 +262,27 @@ class _Weights:
 
     def __init__(self) -> None:
         self._random = np.random.default_rng(SEED)
-        self._pools: dict[str, Bytes] = {}
+        self._pools: dict[tuple[str, float], Bytes] = {}
 
     def of(self, tensor: Tensor) -> npt.NDArray[Any]:
         """Return a tensor's content."""
         if tensor.kind != "F32":
-            pool = self._pools.get(tensor.kind)
+            spread = EMBEDDING_SCALE if tensor.name == _EMBEDDING else SPREAD
+            pool = self._pools.get((tensor.kind, spread))
             if pool is None:
-                pool = self._pools[tensor.kind] = self._drawn(tensor.kind)
+                pool = self._pools[tensor.kind, spread] = self._drawn(tensor.kind, spread)
             return np.resize(pool, tensor.num_bytes).reshape(tensor.stored_shape)
         if tensor.name.endswith("norm.weight"):
             return np.ones(tensor.shape, dtype=np.float32)
         return self._random.normal(0, SPREAD, tensor.shape).astype(np.float32)
 
-    def _drawn(self, kind: str) -> Bytes:
+    def _drawn(self, kind: str, spread: float) -> Bytes:
         _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
         blocks = self._random.integers(0, 256, (_POOL_BLOCKS, size), dtype=np.uint8)
-        blocks[:, :2] = np.array([SPREAD / _DEVIATIONS[kind]], dtype="<f2").view(np.uint8)
+        if kind == "Q4_0":
+            low, high = self._random.integers(1, 16, (2, *blocks.shape), dtype=np.uint8)
+            blocks = low | high << 4
+        blocks[:, :2] = np.array([spread / _DEVIATIONS[kind]], dtype="<f2").view(np.uint8)
         return blocks.reshape(-1)
 
 
@@ -301,7 +308,7 @@ class Work:
         others, experts, weights = 0, 0, 0.0
         for tensor_name, tensor in header.tensors.items():
             is_expert = tensor_name.endswith(_EXPERTS)
-            others += 0 if is_expert or tensor_name == "token_embd.weight" else tensor.num_bytes
+            others += 0 if is_expert or tensor_name == _EMBEDDING else tensor.num_bytes
             experts += tensor.num_bytes if is_expert else 0
             if tensor_name.startswith("blk."):
                 weights += math.prod(tensor.shape) * (chosen / number if is_expert else 1)

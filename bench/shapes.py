@@ -29,6 +29,9 @@ MANY_EXPERTS: Final = "experts-0.9b"
 """More experts than caches hold: a token chooses 8 of 64 in each layer."""
 SEED: Final = 7
 SCALE: Final = 0.02
+EMBEDDING_SCALE: Final = 4.0
+"""Of models with experts: so tokens differ in every layer, and routers choose experts about as evenly as trained ones.
+With embeddings of SCALE, all tokens of a prompt choose the same dozen."""
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _QWEN3: Final[Mapping[str, Any]] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -100,6 +103,8 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
+    scale: float = SCALE
+    """Standard deviation."""
 
 
 def directory_of(name: str, home: BenchHome) -> Path:
@@ -124,7 +129,7 @@ def make(config: Mapping[str, Any], directory: Path, *, tokenizer: Path) -> None
     weights = {
         tensor.name: torch.ones(tensor.shape, dtype=torch.bfloat16)
         if len(tensor.shape) == 1
-        else torch.empty(tensor.shape, dtype=torch.bfloat16).normal_(0.0, SCALE, generator=generator)
+        else torch.empty(tensor.shape, dtype=torch.bfloat16).normal_(0.0, tensor.scale, generator=generator)
         for tensor in tensors(config)
     }
     with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
@@ -142,7 +147,7 @@ def tensors(config: Mapping[str, Any]) -> Iterator[Tensor]:
     hidden, head, experts = config["hidden_size"], config["head_dim"], config.get("num_experts", 0)
     columns = config["moe_intermediate_size" if experts else "intermediate_size"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    yield Tensor("model.embed_tokens.weight", (config["vocab_size"], hidden))
+    yield Tensor("model.embed_tokens.weight", (config["vocab_size"], hidden), EMBEDDING_SCALE if experts else SCALE)
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
         yield Tensor(f"{at}.input_layernorm.weight", (hidden,))

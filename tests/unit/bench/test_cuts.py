@@ -14,6 +14,7 @@ from bench.cut_files import CUTS, Work, cut, layers_within, published, size_of, 
 from bench.cuts import Figure, figures_of, limits_of, rate, run_in_turns, table, workloads
 from bench.turns import Quiet
 from hetero_api.model_config import ModelConfig
+from hetero_api.v1 import ranks_pb2
 from tests.support.rank_group import PlanBuilder, RankGroup, Shares
 from tests.unit.bench.bench_setup import BATCH, DECODE, LIMITS, PREFILL, Scripted
 
@@ -56,6 +57,24 @@ def test_a_cut_is_the_model_that_its_config_says_and_can_be_served(
     logits = builder.run().logits[0]
     assert torch.isfinite(logits).all()
     assert logits.std() > 0.01
+
+
+def test_tokens_spread_over_experts_in_all_layers(tmp_path: Path) -> None:
+    """Or a step would read fewer experts than a trained model's."""
+    sizes = {"hidden_size": 1024, "num_attention_heads": 32, "num_experts": 32, "moe_intermediate_size": 256}
+    write("qwen3moe", {**small("qwen3-30b-a3b"), **sizes, "num_hidden_layers": 8}, tmp_path / "model.gguf")
+    group = RankGroup(tmp_path, Shares(kv_heads=((4,),), mlp_columns=((64,),), vocab_rows=(96,), experts=((32,),)))
+    builder = PlanBuilder(group)
+    count = ranks_pb2.GroupCommand(count_experts=ranks_pb2.CountExperts())
+    builder.command(count)
+    builder.start(0, [token for token in range(96) if token % 4])
+    builder.schedule(0)
+    builder.run()
+    report = builder.command(count).outputs[0].report
+    assert report is not None
+    assert len(report.expert_counts) == 8
+    for layer in report.expert_counts:
+        assert max(layer.tokens) <= 4 * sum(layer.tokens) / len(layer.tokens)
 
 
 def test_a_cut_has_as_many_layers_as_fit() -> None:

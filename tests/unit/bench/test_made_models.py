@@ -52,6 +52,14 @@ def test_a_made_model_is_whole_random_and_always_the_same(small: Path, tmp_path:
     assert torch.equal(norm, torch.ones_like(norm))
 
 
+def test_experts_get_embeddings_that_tell_tokens_apart(small: Path, tmp_path: Path) -> None:
+    shape = {**SHAPES[EXPERTS], "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 100, "num_experts": 4}
+    make(shape, tmp_path / "experts", tokenizer=small)
+    with safe_open(tmp_path / "experts" / "model.safetensors", framework="pt") as file:
+        scales = [file.get_tensor(f"{name}.weight").float().std().item() for name in ("model.embed_tokens", "lm_head")]
+    assert scales == [pytest.approx(4.0, rel=0.1), pytest.approx(0.02, rel=0.1)]
+
+
 def test_transformers_loads_it(small: Path) -> None:
     from transformers import AutoModelForCausalLM
 
