@@ -69,7 +69,7 @@ _dead_workers: list[str] = []
 def pytest_configure(config: pytest.Config) -> None:
     """Have a worker of xdist write its stacks to a file if a signal ends it; xdist itself says only that it is gone."""
     if folder := getattr(config, "workerinput", {}).get("stacks"):
-        config.stash[_STACKS] = Path(folder, f"{os.getpid()}").open("w", encoding="utf-8")  # noqa: SIM115 - for good
+        config.stash[_STACKS] = Path(folder, "stacks").open("w", encoding="utf-8")  # noqa: SIM115 - for good
         faulthandler.enable(config.stash[_STACKS])
 
 
@@ -85,7 +85,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
     if error is not None:
         process = node.gateway._io.popen
         status = process.wait(timeout=60)
-        stacks = Path(node.workerinput["stacks"], str(process.pid)).read_text(encoding="utf-8")
+        stacks = "\n".join(path.read_text(encoding="utf-8") for path in Path(node.workerinput["stacks"]).iterdir())
         how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
         kills = out_of_memory_kills()
         _dead_workers.append(f"{node.gateway.id}: {how}; processes killed for want of memory so far: {kills}\n{stacks}")

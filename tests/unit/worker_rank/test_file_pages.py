@@ -23,7 +23,6 @@ TORCH = "libtorch_cpu.so"
 
 IMPORT = """
 import importlib, os, sys
-from hetero_worker.native.build import EXCHANGE_LIBRARY
 from hetero_worker.host.process_memory import import_torch
 import_torch() if sys.argv[1] == "lean" else importlib.import_module("torch")
 assert len(os.listdir("/proc/self/task")) == 1
