@@ -19,8 +19,8 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from bench.gpu.shapes import EMBEDDING_SCALE
 from bench.home import ROOT
-from bench.shapes import EMBEDDING_SCALE
 from hetero_api.gguf_file import GgufHeader
 
 CUTS: Final[Mapping[str, str]] = {"gpt-oss-20b": "gpt-oss", "qwen3-30b-a3b": "qwen3moe", "deepseek-v3": "deepseek2"}

@@ -3,7 +3,7 @@
     python -m bench.exchange_hosts [--delayed] [--rounds N]        # as root
 
 Two processes, each in a network namespace (two_hosts.py) and on a core of its own, measure in turns within one run: a
-byte to and fro over a plain socket (the round trip), a plain stream one way (the line), and sums over either
+byte to and fro over a plain socket (the round trip), plain streams one way (the line) and both ways, and sums over either
 exchange. A sum counts as long as it took the rank that it took longer. Prints p50 and the targets, and writes
 bench/results/exchange-hosts-DATE-WIRE.json.
 """
@@ -16,6 +16,7 @@ import os
 import platform
 import socket
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -60,6 +61,7 @@ def measure(ranks: RankContext, hosts: Sequence[Host], cores: Sequence[int], rou
         for _ in range(_TURNS):
             times.setdefault("round trip", []).extend(_round_trips(plain, ranks.rank, rounds // _TURNS))
             times.setdefault("line", []).append(_stream_s(plain, ranks.rank))
+            times.setdefault("line both ways", []).append(_both_ways_s(plain, ranks.rank))
             for size in SIZES:
                 tensor, repeats = torch.ones(size // 4), max(5, min(rounds, rounds * 16384 // size) // _TURNS)
                 for name, exchange in (("tcp", group.exchange), ("gloo", gloo)):
@@ -119,6 +121,21 @@ def _stream_s(plain: socket.socket, rank: int) -> float:
     return (time.perf_counter() - begin_s) * (1 << 20) / (2 * STREAM_BYTES)
 
 
+def _both_ways_s(plain: socket.socket, rank: int) -> float:
+    """Seconds of a mebibyte in two streams at once, one each way, as the ranks of a sum send."""
+    sent, received = bytes(STREAM_BYTES), bytearray(STREAM_BYTES)
+    if rank:
+        _spin_for_a_byte(plain)
+    else:
+        plain.send(b"x")
+    begin_s = time.perf_counter()
+    sending = threading.Thread(target=plain.sendall, args=(sent,))
+    sending.start()
+    plain.recv_into(received, STREAM_BYTES, socket.MSG_WAITALL)
+    sending.join()
+    return (time.perf_counter() - begin_s) * (1 << 20) / STREAM_BYTES
+
+
 def _sums(exchange: HostExchange, tensor: torch.Tensor, repeats: int) -> list[float]:
     times = []
     for number in range(repeats + 2):
@@ -144,7 +161,8 @@ def verdicts(us: dict[str, float]) -> list[str]:
     small, limit = us["tcp 4096"], 1.3 * us["round trip"] + 20
     large, line = us[f"tcp {1 << 20}"], us["line"]
     lines = [
-        f"round trip {us['round trip']:.1f} µs; line {(1 << 20) / line:.0f} MB/s",
+        f"round trip {us['round trip']:.1f} µs; line {(1 << 20) / line:.0f} MB/s, "
+        f"{(1 << 20) / us['line both ways']:.0f} MB/s each way where both ways are in use",
         f"4 KB {small:.1f} µs; limit 1.3 round trips + 20 = {limit:.1f} µs: {_word(small <= limit)}",
         f"1 MB {large:.0f} µs; limit 1.3 x line = {1.3 * line:.0f} µs: {_word(large <= 1.3 * line)}",
     ]

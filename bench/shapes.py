@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from bench.gpu.shapes import EMBEDDING_SCALE
 from bench.home import BenchHome
 from hetero_client.home import HeteroHome
 from hetero_client.model_store.demo_model import demo_directory
@@ -29,9 +30,6 @@ MANY_EXPERTS: Final = "experts-0.9b"
 """More experts than caches hold: a token chooses 8 of 64 in each layer."""
 SEED: Final = 7
 SCALE: Final = 0.02
-EMBEDDING_SCALE: Final = 4.0
-"""Of models with experts: so tokens differ in every layer, and routers choose experts about as evenly as trained ones.
-With embeddings of SCALE, all tokens of a prompt choose the same dozen."""
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _QWEN3: Final[Mapping[str, Any]] = {
     "architectures": ["Qwen3ForCausalLM"],

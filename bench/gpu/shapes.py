@@ -1,4 +1,4 @@
-"""Shapes of models that are measured; the values of their weights do not matter."""
+"""Shapes of models that are measured. Values of their weights matter only for which experts tokens choose."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any, Final
 
 from hetero_api.model_config import ModelConfig
 
+EMBEDDING_SCALE: Final = 4.0
+"""Standard deviation of embeddings of models with experts: tokens then differ in every layer, and choose experts about
+as evenly as a trained model's. With the scale of other weights all tokens of a prompt choose the same dozen."""
 _QWEN3: Final[Mapping[str, Any]] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",

@@ -11,10 +11,12 @@ from typing import Final, Self
 
 import torch
 
+from bench.gpu.shapes import EMBEDDING_SCALE
 from hetero_worker.checkpoints.store import TensorSlice
 from hetero_worker.probe.synthetic import SyntheticWeights
 
 _SCALE: Final = 0.02
+_EMBEDDING: Final = "embed_tokens.weight"
 _SEED: Final = 7
 
 
@@ -32,10 +34,13 @@ class MadeWeights(SyntheticWeights):
         """On a device each tensor is drawn; on the host, where that would take minutes, numbers go round."""
         if len(part.full_shape) == 1:
             into.fill_(1.0)
-        elif into.device.type == "cpu":
+            return
+        if into.device.type == "cpu":
             super().read(part, into)
         else:
             into.normal_(0.0, _SCALE, generator=self._drawing_on(into.device))
+        if part.name.endswith(_EMBEDDING):
+            into.mul_(EMBEDDING_SCALE / _SCALE)
 
     def _drawing_on(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
-from hetero_client import SamplingParams
+from bench.ours import HeteroContender
+from hetero_client import Delta, HeteroClient, SamplingParams
+from hetero_client.home import HeteroHome
+from hetero_client.model_store.demo_model import demo_directory
 from tests.e2e.cpusets import cpuset_of, cpusets_of_others
 from tests.e2e.served import Served, cpu_manifest, told
 from tests.e2e.site import Site
@@ -23,6 +28,10 @@ NAME = "together"
 POD = f"{NAME}-ranks-0"
 RECOVERY_TIMEOUT_S = 240.0
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
+SHARES = {kind: [2, 1] for kind in ("attention", "mlp", "vocabulary")}
+STREAM = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
+ROUNDS = 5
+MOST_OF_A_LOCAL_STEP = 1.3
 END_THE_CONTAINER = "import os, signal; os.kill(1, signal.SIGTERM)"
 
 
@@ -31,7 +40,7 @@ def manifest(site: Site, *, ranks: int) -> Object:
     cpu = {"coresPerRank": 1, "memoryPerRank": "1536Mi", "numa": {"policy": "BestEffort"}}
     node = {"nodeSelector": {"kubernetes.io/hostname": NODE}, "tolerations": site.tolerations}
     pool = {"name": "cpu", "type": "CPU", "ranks": ranks, "sharedMemory": "256Mi", "cpu": cpu, "scheduling": node}
-    shares = {kind: [2, 1][:ranks] for kind in ("attention", "mlp", "vocabulary")}
+    shares = {kind: parts[:ranks] for kind, parts in SHARES.items()}
     return cpu_manifest(
         site, NAME, pools=[pool], topology={"colocate": "Pod"}, placement={"mode": "Tensor", "shares": shares}
     )
@@ -74,6 +83,23 @@ def statuses(pod: Object) -> dict[str, Object]:
     return {one["name"]: one for one in pod["status"]["containerStatuses"]}
 
 
+def step_s(client: HeteroClient) -> float:
+    """Seconds between tokens of one stream."""
+    arrivals, tokens = list[float](), 0
+    with client.generate(PROMPTS[0], sampling=STREAM) as stream:
+        for event in stream:
+            if isinstance(event, Delta):
+                tokens += len(event.token_ids) if arrivals else 0
+                arrivals.append(time.perf_counter())
+    return (arrivals[-1] - arrivals[0]) / tokens
+
+
+def local_group() -> HeteroContender:
+    """The same ranks by `hetero up`, on the same cores."""
+    model = demo_directory(HeteroHome.from_environment())
+    return HeteroContender(model=model, ranks=2, cores=1, placement={"mode": "Tensor", "shares": SHARES})
+
+
 def test_a_container_of_the_one_pod_has_a_core_of_its_own(site: Site, served: Served) -> None:
     served.apply(manifest(site, ranks=1))
     found = served.wait_ready()
@@ -111,3 +137,18 @@ def test_containers_share_memory_and_one_that_ends_heals_in_its_place(
     assert found["status"]["placement"]["exchange"] == "shm"
     assert found["status"]["restarts"]["count"] == 1
     assert found["status"]["restarts"]["lastRank"] == 1
+
+
+def test_a_step_takes_as_long_as_that_of_a_local_group(site: Site, whole_node: None, served: Served) -> None:
+    served.apply(manifest(site, ranks=2))
+    served.wait_ready()
+    local = local_group()
+    with served.client() as client:
+        try:
+            local.start()
+            pairs = [(step_s(client), step_s(local.client)) for _ in range(ROUNDS + 1)][1:]
+        finally:
+            local.stop()
+    in_pod_s, local_s = map(statistics.median, zip(*pairs, strict=True))
+    print(f"a step takes {1e3 * in_pod_s:.2f} ms in the pod, {1e3 * local_s:.2f} ms of `hetero up`")
+    assert in_pod_s <= MOST_OF_A_LOCAL_STEP * local_s

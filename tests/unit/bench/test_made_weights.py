@@ -31,6 +31,13 @@ def test_matrices_are_random_and_norms_are_ones() -> None:
     assert len(torch.unique(matrix)) > 10_000
 
 
+def test_embeddings_tell_tokens_apart() -> None:
+    embedding = torch.zeros(300, 64)
+    with MadeWeights(Path("nowhere")) as weights:
+        weights.read(TensorSlice("model.embed_tokens.weight", (300, 64)), embedding)
+    assert embedding.std().item() == pytest.approx(4.0, rel=0.05)
+
+
 def test_a_runner_loads_them_where_there_is_no_directory() -> None:
     request = LoadRequest(
         directory=Path("nowhere"), config=TINY, dtype="float32", shard_plan=WHOLE.plan(TINY.num_layers), rank=0,
