@@ -282,15 +282,14 @@ static void put_pairs_together(const hc_linear_op *op, uint64_t first, uint64_t 
         const uint16_t *row = first + r < op->op.rows ? hc_at(op->x, (first + r) * op->x_stride, HC_BF16) : NULL;
         for (uint64_t i = 0; i < in; i += unit) {
             uint64_t count = !row ? 0 : in - i < unit ? in - i : unit;
-            uint16_t *to = out + i * rows + r * unit;
-            if (count)
-                memcpy(to, row + i, count * sizeof *to);
-            memset(to + count, 0, (unit - count) * sizeof *to);
-            for (uint64_t p = 0; p < unit; p += 2) {
-                uint16_t above = to[p];
-                to[p] = to[p + 1];
-                to[p + 1] = above;
-            }
+            uint32_t pairs[HC_LANES] = {0};
+            if (count == unit)
+                memcpy(pairs, row + i, sizeof pairs);
+            else if (count)
+                memcpy(pairs, row + i, count * sizeof *row);
+            for (uint64_t p = 0; p < HC_LANES; p++)
+                pairs[p] = pairs[p] << 16 | pairs[p] >> 16;
+            memcpy(out + i * rows + r * unit, pairs, sizeof pairs);
         }
     }
 }

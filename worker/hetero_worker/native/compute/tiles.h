@@ -205,6 +205,8 @@ static __attribute__((noinline, unused)) void hc_write_tile(const hc_corner *cor
         rows = corner->rows;
     if (op->y_type == HC_F32 && op->type == HC_F32)
         hc_write_rows(corner, rows, columns, sums, is_first, is_last, HC_F32, HC_F32);
+    else if (op->y_type == HC_BF16 && op->type == HC_BF16)
+        hc_write_rows(corner, rows, columns, sums, is_first, is_last, HC_BF16, HC_BF16);
     else
         hc_write_rows(corner, rows, columns, sums, is_first, is_last, op->y_type, op->type);
 }

@@ -207,7 +207,10 @@ V_INLINE void v_store_up_to_as(void *p, vf v, uint64_t count, uint64_t type) {
         return;
     }
     vh bits = v_narrow_as(v, type);
-    memcpy(p, &bits, (count < HC_W ? count : HC_W) * sizeof(uint16_t));
+    if (count < HC_W)
+        memcpy(p, &bits, count * sizeof(uint16_t));
+    else
+        memcpy(p, &bits, sizeof bits);
 }
 
 /* Calls a kernel's loop with the activations' type as a constant: V_TYPED(type, f, a, b) is f(a, b, type). */
