@@ -3,8 +3,8 @@
     python -m bench.exchange_hosts [--delayed] [--rounds N]        # as root
 
 Two processes, each in a network namespace (two_hosts.py) and on a core of its own, measure in turns within one run: a
-byte to and fro over a plain socket (the round trip), plain streams one way (the line) and both ways, and sums over either
-exchange. A sum counts as long as it took the rank that it took longer. Prints p50 and the targets, and writes
+byte to and fro over a plain socket (the round trip), plain streams one way (the line) and both ways, and sums over
+either exchange. A sum counts as long as it took the rank that it took longer. Prints p50 and the targets, and writes
 bench/results/exchange-hosts-DATE-WIRE.json.
 """
 

@@ -9,7 +9,8 @@ from bench.exchange_hosts import summary, verdicts
 pytestmark = pytest.mark.unit
 
 US = {
-    "round trip": 20.0, "line": 500.0, "line both ways": 800.0, "tcp 4096": 46.0, "tcp 65536": 100.0, "tcp 1048576": 651.0,
+    "round trip": 20.0, "line": 500.0, "line both ways": 800.0,
+    "tcp 4096": 46.0, "tcp 65536": 100.0, "tcp 1048576": 651.0,
     "gloo 4096": 230.0, "gloo 65536": 499.0, "gloo 1048576": 3255.0,
 }  # fmt: skip
 
