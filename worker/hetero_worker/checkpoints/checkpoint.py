@@ -31,7 +31,6 @@ from hetero_worker.checkpoints.packed_safetensors import open_packed_safetensors
 from hetero_worker.checkpoints.quantized_matrix import QuantizedMatrix
 from hetero_worker.checkpoints.safetensors_store import SafetensorsStore
 from hetero_worker.checkpoints.store import RenamedStore, TensorSlice, WeightStore
-from hetero_worker.host.process_memory import let_go_of_code
 
 _SPECIAL: Final[tuple[Callable[[Path], WeightStore | None], ...]] = (open_gguf, open_packed_safetensors)
 """Formats other than plain safetensors, in the order in which they are tried."""
@@ -80,7 +79,6 @@ class Checkpoint:
         self._store = None
         self._widened, self._unpacked = _Buffer(), _Buffer()
         self._close_kept()
-        let_go_of_code()  # loading ran more code than steps do
 
     def located(self, part: TensorSlice) -> TensorSlice:
         """Return the slice as one of the stack that it may lie in, if the files have that; else as it is."""

@@ -51,8 +51,6 @@ _UNCHANGED: Final = re.compile(
 """A private mapping of a file, read-only, no page of which is the process's own: there are such pages where the loader
 wrote to them before it made them read-only."""
 _DONT_NEED: Final = 4
-
-
 _STAYING: Final = {os.path.realpath("/proc/self/exe")}
 """Files that stay mapped as they are until the process ends: the program, and libraries that were opened to stay."""
 
@@ -73,9 +71,10 @@ def let_go_of_code() -> None:
     Nothing happens where the kernel does not report mappings, or whose the pages are.
     """
     try:
-        paths = {mapping.path for mapping in _own_mappings()}
-        _STAYING.update(filter(_stays, paths - _STAYING))
         mappings = _own_mappings()
+        if new := set(filter(_stays, {mapping.path for mapping in mappings} - _STAYING)):
+            _STAYING.update(new)
+            mappings = _own_mappings()  # they may have been loaded elsewhere meanwhile
     except OSError:
         return
     for begin, end, path in mappings:

@@ -17,6 +17,7 @@ from hetero_api.v1 import ranks_pb2
 from hetero_worker.backends.base import DeviceBackend
 from hetero_worker.checkpoints.sampled_digests import differing_files, sampled_digests
 from hetero_worker.errors import WeightsChangedError
+from hetero_worker.host.process_memory import let_go_of_code
 from hetero_worker.layers.linear_kernels import LinearKernel
 from hetero_worker.memory.budget import MemoryBudget, mib
 from hetero_worker.memory.memory_pool import MemoryPool
@@ -118,6 +119,7 @@ def load_shard(
         notes = checkpoint.left_out()
     _check_files(request)
     pool.release_unused()  # what weights went through on their way
+    let_go_of_code()  # loading ran more code than steps do
     load_s = time.perf_counter() - begin
     logger.info("rank %d: loaded %s of weights in %.1f s", request.rank, mib(weight_bytes), load_s)
     for note in notes:
