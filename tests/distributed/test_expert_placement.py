@@ -28,7 +28,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPT = tuple(range(3, 43))
 HALVES = {"attention": [1, 1], "mlp": [1, 1], "vocabulary": [1, 1]}
 NUM_LAYERS, NUM_WANTED = 2, 3
-NUM_STREAMED = 200
+NUM_STREAMED = 320
 """Tokens of each of several requests."""
 
 
